@@ -34,8 +34,7 @@ from rich.console import Console
 from rich.table import Table
 
 from heterorl.coordinator.groups.queue import LEASE_BYTES, LEASE_STEP
-from heterorl.coordinator.store.database import Database
-from heterorl.coordinator.store.database_engine import Connection, DatabaseEngine
+from heterorl.coordinator.store.database import Connection, Database, DatabaseEngine
 from heterorl.coordinator.store.postgres.postgres_engine import open_store
 from heterorl.coordinator.store.sqlite import SqliteEngine
 from tests.support.postgres import PostgresServer

@@ -7,8 +7,7 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from heterorl.common.errors import Draining
-from heterorl.coordinator.store.database import Database
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection, Database
 
 ResultT = TypeVar("ResultT")
 

@@ -20,8 +20,7 @@ from heterorl.coordinator.payloads.merged_deltas import MergedDeltas
 from heterorl.coordinator.payloads.retention import PullLeases
 from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.blobs import BlobStore
-from heterorl.coordinator.store.database import Database
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection, Database
 from heterorl.coordinator.store.disk_space import DiskSpace
 from heterorl.coordinator.store.payload_storage import PayloadCache, PayloadStorage
 from heterorl.coordinator.versions.lineage import Standing

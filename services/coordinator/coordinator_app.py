@@ -30,7 +30,7 @@ from heterorl.coordinator.servicers.run_servicer import (
 )
 from heterorl.coordinator.sites.node_metrics import MetricsPage, NodeMetrics
 from heterorl.coordinator.store.background import RetryingLoop
-from heterorl.coordinator.store.database_engine import DatabaseEngine
+from heterorl.coordinator.store.database import DatabaseEngine
 from heterorl.coordinator.store.engine_choice import claimed, standby_at
 from heterorl.v1 import (
     backup_pb2_grpc,

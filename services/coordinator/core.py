@@ -32,8 +32,7 @@ from heterorl.coordinator.run_column import RunColumn
 from heterorl.coordinator.sample_column import SampleColumn
 from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites.sites import Sites
-from heterorl.coordinator.store.database import Database, get_meta, set_meta
-from heterorl.coordinator.store.database_engine import Connection, DatabaseEngine
+from heterorl.coordinator.store.database import Connection, Database, DatabaseEngine, get_meta, set_meta
 from heterorl.coordinator.store.disk_space import DiskSpace, operators_error
 from heterorl.coordinator.store.engine_choice import open_engine
 from heterorl.coordinator.versions import lineage

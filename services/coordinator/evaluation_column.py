@@ -16,8 +16,7 @@ from heterorl.coordinator import evaluation_jobs as jobs
 from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.sites import Holder
-from heterorl.coordinator.store.database import get_meta
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection, get_meta
 from heterorl.coordinator.versions import lineage
 
 RETRY_AFTER_S = 2.0

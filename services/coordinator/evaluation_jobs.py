@@ -36,7 +36,7 @@ from heterorl.common.types.evaluation import (
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.coordinator.groups import work_assignments
 from heterorl.coordinator.sites.sites import Holder
-from heterorl.coordinator.store.database_engine import NAMES, Connection
+from heterorl.coordinator.store.database import NAMES, Connection
 
 _ROW = "job, task_set, version, state_root, draws, state FROM evaluation_jobs JOIN versions USING (version)"
 

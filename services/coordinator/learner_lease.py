@@ -14,8 +14,7 @@ from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.groups import validation
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
-from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection, get_meta, set_meta
 from heterorl.coordinator.versions import lineage, rollback_order
 from heterorl.coordinator.versions.lineage import Lease, decide_acquire, keep_statement
 from heterorl.coordinator.versions.published_variants import check_names, offer

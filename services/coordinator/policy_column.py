@@ -35,8 +35,7 @@ from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.groups import queue
 from heterorl.coordinator.payloads.merged_deltas import worth_merging
 from heterorl.coordinator.sites import quarantine
-from heterorl.coordinator.store.database import set_meta
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection, set_meta
 from heterorl.coordinator.versions import lineage, published_variants, pull_plans, rollback_order
 from heterorl.coordinator.versions.chain import MAX_MANIFEST_BYTES, Chain
 

@@ -35,8 +35,7 @@ from heterorl.coordinator.groups.schedule import decide_grant
 from heterorl.coordinator.sites import quarantine, quotas
 from heterorl.coordinator.sites.sites import Holder, declared
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.database import get_meta
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection, get_meta
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.chain import Chain
 

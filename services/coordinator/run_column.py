@@ -36,8 +36,14 @@ from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
 from heterorl.coordinator.sites import audit, incarnations, quarantine
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.sites.sites import Holder, note_revoked_sites
-from heterorl.coordinator.store.database import Database, answer_to_order, get_meta, remember_order, set_meta
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import (
+    Connection,
+    Database,
+    answer_to_order,
+    get_meta,
+    remember_order,
+    set_meta,
+)
 from heterorl.coordinator.versions import lineage, published_variants, rollback_order
 
 _LOG = logging.getLogger(__name__)

@@ -18,7 +18,7 @@ from heterorl.common.types.sample import SampleKind
 from heterorl.coordinator import sample_ring
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 from heterorl.coordinator.versions import lineage
 
 _PUSH_DROPS = (

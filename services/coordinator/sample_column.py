@@ -27,7 +27,7 @@ from heterorl.common.wire.sample_messages import (
 )
 from heterorl.coordinator import sample_ring
 from heterorl.coordinator.context import CoordinatorContext
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 from heterorl.coordinator.versions import lineage
 
 END_OF_IDS = 1 << 63

@@ -42,7 +42,7 @@ from heterorl.common.wire.sample_messages import (
     outline,
     outline_of_rollouts,
 )
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 
 SHARES = {SampleKind.CONSUMED: 0.5, SampleKind.REJECTED: 0.25, SampleKind.DROPPED: 0.125, SampleKind.EVALUATION: 0.125}
 MAX_DETAIL = 300

@@ -15,8 +15,7 @@ from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.groups import ledger, schedule
 from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.sites.sites import SiteRows
-from heterorl.coordinator.store.database import get_meta
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection, get_meta
 from heterorl.coordinator.versions import lineage, published_variants, rollback_order
 from heterorl.coordinator.versions.chain import Chain
 

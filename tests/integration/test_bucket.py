@@ -17,8 +17,8 @@ from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.coordinator.coordinator_config import BucketConfig, CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import storage_setup
-from heterorl.coordinator.store.bucket import objects
-from heterorl.coordinator.store.bucket.objects import Objects, read_credentials
+from heterorl.coordinator.store import bucket_storage as objects
+from heterorl.coordinator.store.bucket_storage import Objects, read_credentials
 from tests.support.bucket import SECRET
 from tests.support.bucketed import copies, payloads_of, run_at, served
 from tests.support.clock import ManualClock

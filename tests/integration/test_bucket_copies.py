@@ -17,8 +17,8 @@ from heterorl.coordinator.offline.history import STORE_FILE
 from heterorl.coordinator.payloads import garbage_collector
 from heterorl.coordinator.payloads.payload_index import DamagedPayload
 from heterorl.coordinator.store import blobs
-from heterorl.coordinator.store.bucket import bucket_cache as bucket_copies
-from heterorl.coordinator.store.bucket.objects import Objects
+from heterorl.coordinator.store import bucket_cache as bucket_copies
+from heterorl.coordinator.store.bucket_storage import Objects
 from heterorl.coordinator.store.payload_storage import Repair
 from tests.support.bucketed import payloads_of
 from tests.support.clock import CountingBell, ManualClock

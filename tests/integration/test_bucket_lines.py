@@ -3,7 +3,7 @@
 import pytest
 
 from heterorl.common.errors import Busy
-from heterorl.coordinator.store.bucket import objects as requests
+from heterorl.coordinator.store import bucket_storage as requests
 from tests.support.bucketed import copies, run_at
 from tests.support.narrow import Narrow
 

@@ -8,7 +8,7 @@ from heterorl.common.pull.puller import Puller
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.offline.restore_backup import restore
-from heterorl.coordinator.store.bucket.objects import Objects
+from heterorl.coordinator.store.bucket_storage import Objects
 from tests.support.bucket import BucketServer
 from tests.support.bucketed import payloads_of
 from tests.support.relayed import LargeRun

@@ -18,7 +18,7 @@ from heterorl.common.types.rollout import WorkAssignment
 from heterorl.coordinator.groups import work_assignments
 from heterorl.coordinator.sites import incarnations, quotas
 from heterorl.coordinator.sites.sites import Declared, Holder, Sites, declared
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 from heterorl.coordinator.versions import lineage
 
 _LOG = logging.getLogger(__name__)

@@ -13,8 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from heterorl.common.wire.common_messages import MAX_INT64
-from heterorl.coordinator.store.database import get_meta
-from heterorl.coordinator.store.database_engine import NUMBERS, Connection
+from heterorl.coordinator.store.database import NUMBERS, Connection, get_meta
 
 
 def superseded_s(connection: Connection, version: int, *, reach: int, now: float) -> float:

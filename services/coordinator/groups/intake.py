@@ -35,7 +35,7 @@ from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import incarnations, quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 
 RETRY_AFTER_S = 1.0
 JUDGED_BYTES = 1 << 20

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 
 from heterorl.common.types.rollout import DropReason, ReturnReason
 from heterorl.common.types.run import LedgerCounts
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 
 ACKED = "acked"
 CONSUMED = "consumed"

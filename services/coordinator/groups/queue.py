@@ -34,7 +34,7 @@ from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.quotas import Quotas
-from heterorl.coordinator.store.database_engine import NUMBERS, Connection
+from heterorl.coordinator.store.database import NUMBERS, Connection
 from heterorl.coordinator.versions import published_variants
 
 Order = Literal["oldest", "newest"]

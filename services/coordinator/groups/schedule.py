@@ -22,7 +22,7 @@ from heterorl.common.types.run import PromptCounts
 from heterorl.common.wire.sample_messages import outline
 from heterorl.common.wire.sealed_groups import read_sealed
 from heterorl.coordinator.coordinator_config import CoordinatorConfig, DifficultyConfig
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 
 _ROUNDS = 4
 

@@ -35,8 +35,7 @@ from heterorl.coordinator.groups.schedule import prompt_of, seed_of
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.sites import Holder
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.store.database_engine import NUMBERS, Connection
+from heterorl.coordinator.store.database import NUMBERS, Connection, get_meta, set_meta
 
 REOPENED = quarantine.REJECTABLE | {
     DropReason.STALE_AT_INGEST, DropReason.STALE_AT_LEASE, DropReason.STALE_AT_COMMIT, DropReason.INVALID,

@@ -28,7 +28,7 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import stated_version, version_words
 from heterorl.coordinator.offline.history import BACKUPS, STORE_FILE
 from heterorl.coordinator.payloads.garbage_collector import GarbageCollector, Stores
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 from heterorl.coordinator.store.engine_choice import OWNER
 from heterorl.coordinator.versions import lineage
 

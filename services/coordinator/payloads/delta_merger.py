@@ -21,7 +21,7 @@ from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.coordinator.payloads.garbage_collector import Stores, stored_of
 from heterorl.coordinator.payloads.merged_deltas import Span, due_blocks
 from heterorl.coordinator.store.background import BackgroundWorker
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 from heterorl.coordinator.versions import lineage, published_variants
 from heterorl.coordinator.versions.chain import Chain, Into
 from heterorl.coordinator.versions.pull_plans import cheapest_way

@@ -24,8 +24,7 @@ from heterorl.common.weights.manifest import chunks_of
 from heterorl.common.weights.payload import NO_ROOT, PayloadChunks, read_roots
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.coordinator.payloads.retention import Graph, Needs, Retirement, decide_retirement
-from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection, get_meta, set_meta
 from heterorl.coordinator.versions import lineage, rollback_order
 from heterorl.coordinator.versions.chain import TRAINED, Chain, Into, payload_of
 from heterorl.coordinator.versions.pull_plans import cheapest_way

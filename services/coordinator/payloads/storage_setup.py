@@ -19,11 +19,9 @@ from heterorl.common.types.common import Digest
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.store.blobs import BlobStore
-from heterorl.coordinator.store.bucket.bucket_cache import SCRATCH, BucketCache, CacheFiles
-from heterorl.coordinator.store.bucket.bucket_storage import BucketStorage
-from heterorl.coordinator.store.bucket.objects import Objects
-from heterorl.coordinator.store.database import Database, get_meta, set_meta
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.bucket_cache import SCRATCH, BucketCache, CacheFiles
+from heterorl.coordinator.store.bucket_storage import BucketStorage, Objects
+from heterorl.coordinator.store.database import Connection, Database, get_meta, set_meta
 from heterorl.coordinator.store.engine_choice import OWNER
 from heterorl.coordinator.store.payload_storage import PayloadCache, PayloadStorage
 

@@ -25,7 +25,7 @@ from heterorl.coordinator.payloads.backup import Backups
 from heterorl.coordinator.run_column import RunColumn
 from heterorl.coordinator.sample_column import SampleColumn
 from heterorl.coordinator.sites.node_metrics import NodeMetrics
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.lineage import read_statement
 from heterorl.v1 import (

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import blake3
 
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 
 _LOG = logging.getLogger(__name__)
 _HEADER = b"heterorl-audit-1\n"

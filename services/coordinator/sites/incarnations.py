@@ -13,8 +13,7 @@ from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 from heterorl.common.types.rollout import GroupId
-from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.store.database_engine import NAMES, PAIRS, Connection
+from heterorl.coordinator.store.database import NAMES, PAIRS, Connection, get_meta, set_meta
 
 MAX_GAP = 100_000
 """Most sequences beyond the first missing one, which bounds the rows of duplicates."""

@@ -25,8 +25,7 @@ from heterorl.common.types.run import CanaryReport, CanaryVerdict
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
-from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection, get_meta, set_meta
 
 MAX_LOGPROBS = 4096
 KEPT_VERSIONS = 4096

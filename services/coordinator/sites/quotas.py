@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from heterorl.common.process import metrics
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 
 ASKED_S = 60.0
 """A site shares the work if it asked within so many seconds, or holds assignments that count."""

@@ -16,8 +16,7 @@ from heterorl.common.types.run import CanaryReport, Heartbeat, Registration, Sit
 from heterorl.coordinator.sites import incarnations, quarantine
 from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection, get_meta, set_meta
 
 _LOG = logging.getLogger(__name__)
 MAX_SEEN = 16

@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.process.files import make_directory, replacing
-from heterorl.coordinator.store.database import get_meta
-from heterorl.coordinator.store.database_engine import DatabaseEngine
+from heterorl.coordinator.store.database import DatabaseEngine, get_meta
 from heterorl.coordinator.store.sqlite import SqliteEngine
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Base classes of payload storage: files in data_dir; the bucket overrides them.
 
-`store/bucket` derives from both classes. `BlobStore` calls the storage before it reports a payload complete, and
-when it deletes one. Readers of files ask the cache first.
+`bucket_storage` and `bucket_cache` derive from both classes. `BlobStore` calls the storage before it reports a payload
+complete, and when it deletes one. Readers of files ask the cache first.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ from pathlib import Path
 from heterorl.common.errors import CorruptStore, DiskFull
 from heterorl.common.process.files import NO_ROOM, make_directory
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.database_engine import Fault
+from heterorl.coordinator.store.database import Fault
 from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, SCHEMA, SCHEMA_VERSION
 
 _OPERATION_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.InterfaceError)

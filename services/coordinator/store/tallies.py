@@ -17,7 +17,7 @@ from __future__ import annotations
 import sqlite3
 
 from heterorl.common.types.evaluation import HELD_OUT
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 
 SOON = -1e300
 """An instant before all others."""

@@ -13,7 +13,7 @@ from typing import Any
 from heterorl.common.errors import InvalidRequest, UnknownVersion
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef, SignedManifest
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection
 
 TRAINED = ""
 MAX_MANIFESTS = 256

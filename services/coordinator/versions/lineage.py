@@ -29,8 +29,7 @@ from heterorl.common.types.policy import (
 from heterorl.common.wire.common_messages import bytes_digest, contract_from_bytes, contract_to_bytes
 from heterorl.common.wire.policy_messages import manifest_digest
 from heterorl.common.wire.statement import statement_difference, statement_from_bytes
-from heterorl.coordinator.store.database import get_meta
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection, get_meta
 from heterorl.coordinator.versions.chain import Chain
 
 _KEYS = {

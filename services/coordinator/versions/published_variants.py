@@ -14,8 +14,7 @@ from heterorl.common.errors import ContractMismatch, InvalidRequest
 from heterorl.common.types.policy import Manifest, PayloadKind, PublishRequest, stated_version, version_or_none
 from heterorl.common.types.run import VariantStatus
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
-from heterorl.coordinator.store.database import get_meta, set_meta
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection, get_meta, set_meta
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.chain import TRAINED, Chain
 

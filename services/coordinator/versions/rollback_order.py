@@ -24,8 +24,7 @@ from heterorl.common.types.policy import (
     stated_version,
     version_or_none,
 )
-from heterorl.coordinator.store.database import answer_to_order, get_meta, remember_order, set_meta
-from heterorl.coordinator.store.database_engine import Connection
+from heterorl.coordinator.store.database import Connection, answer_to_order, get_meta, remember_order, set_meta
 from heterorl.coordinator.versions import lineage, pull_plans
 from heterorl.coordinator.versions.chain import Chain
 

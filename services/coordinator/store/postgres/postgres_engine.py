@@ -25,7 +25,7 @@ from psycopg.adapt import Dumper
 from psycopg.types.numeric import NumericBinaryLoader
 
 from heterorl.common.errors import CorruptStore, DiskFull, HeterorlError, OperatorError, StoreHeld, StoreLost
-from heterorl.coordinator.store.database_engine import IN_POSTGRES, PAIRS, PAIRS_IN_POSTGRES, Cursor, Fault
+from heterorl.coordinator.store.database import IN_POSTGRES, PAIRS, PAIRS_IN_POSTGRES, Cursor, Fault
 from heterorl.coordinator.store.postgres import postgres_tables
 from heterorl.coordinator.store.postgres.postgres_tables import WHOLE, WRITER
 from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, SCHEMA_VERSION

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from heterorl.common.errors import CorruptStore, DiskFull, OperatorError, StoreLost
-from heterorl.coordinator.store.database_engine import Fault
+from heterorl.coordinator.store.database import Fault
 
 psycopg = pytest.importorskip("psycopg")
 

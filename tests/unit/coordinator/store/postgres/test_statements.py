@@ -4,7 +4,7 @@ import hashlib
 
 import pytest
 
-from heterorl.coordinator.store import database_engine, schema
+from heterorl.coordinator.store import database, schema
 
 pytest.importorskip("psycopg")
 
@@ -18,12 +18,12 @@ from heterorl.coordinator.store.postgres.postgres_tables import WHOLE, in_postgr
         ("SELECT 1 WHERE ? = ?", "SELECT 1 WHERE $1 = $2"),
         ("SELECT count FROM temp.tally WHERE name = ?", "SELECT count FROM tally WHERE name = $1"),
         (
-            f"SELECT 1 FROM work WHERE site = ? AND assignment IN {database_engine.NUMBERS}",
+            f"SELECT 1 FROM work WHERE site = ? AND assignment IN {database.NUMBERS}",
             "SELECT 1 FROM work WHERE site = $1 AND assignment IN (SELECT CAST(value AS BIGINT)"
             " FROM jsonb_array_elements_text(CAST($2 AS jsonb)) AS each (value))",
         ),
         (
-            database_engine.SET_META,
+            database.SET_META,
             "INSERT INTO meta VALUES ($1, convert_to(CAST($2 AS TEXT), 'UTF8'))"
             " ON CONFLICT (key) DO UPDATE SET value = excluded.value",
         ),

@@ -1,8 +1,11 @@
-"""The objects of one run in a bucket, and requests to them.
+"""An S3-compatible bucket as payload storage: its objects, and requests to them.
 
     PREFIX/run               the mark: the store whose rows name these payloads
     PREFIX/blobs/ab/DIGEST   payloads; a name appears with all its bytes or not at all
     PREFIX/damaged/DIGEST    payloads whose bytes changed; for inspection, never served
+
+A payload is complete when the bucket has it. The start lists the bucket; after that only this coordinator writes. A
+payload that the bucket refused stays as a file and is put again.
 
 Errors show no address and no credentials, so no text of the library obstore leaves this module. A request ends within
 two minutes. A read lasts while bytes arrive and resumes at the missing byte. A conditional put makes the mark. It is
@@ -16,20 +19,23 @@ import configparser
 import contextlib
 import logging
 import stat
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import KW_ONLY, dataclass
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from heterorl.common.errors import Busy, ConfigError, CorruptStore, DependencyMissing
+from heterorl.common.errors import Busy, ConfigError, CorruptStore, DependencyMissing, StoreFull
 from heterorl.common.process.threads import opened_in_thread
 from heterorl.common.types.common import Digest, file_name, is_digest
 from heterorl.coordinator.coordinator_config import BucketConfig
 from heterorl.coordinator.store.payload_files import BUSY_S, open_file, write_all
+from heterorl.coordinator.store.payload_storage import PayloadStorage
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
+
 
 PART_BYTES = 16 << 20
 """Bytes of a part of an upload; smaller files are put by one request."""
@@ -269,3 +275,71 @@ def _key(digest: Digest) -> str:
     # `file_name` refuses anything but a digest.
     name = file_name(digest)
     return f"blobs/{name[:2]}/{name}"
+
+
+@dataclass(eq=False, repr=False)
+class BucketStorage(PayloadStorage):
+    """Payloads of one run in a bucket, under a claimed prefix.
+
+    It belongs to the event loop. `sizes` lists the prefix. `make_room` gets the missing bytes before a payload is
+    refused; `on_kept` and `on_gone` get each payload that enters or leaves the bucket.
+    """
+
+    objects: Objects
+    sizes: dict[Digest, int]
+    _: KW_ONLY
+    store_bytes: int
+    make_room: Callable[[int], Awaitable[None]]
+    on_kept: Callable[[Digest], None]
+    on_gone: Callable[[Digest], None]
+
+    @property
+    def used_bytes(self) -> int:
+        return sum(self.sizes.values())
+
+    def size(self, digest: Digest) -> int | None:
+        return self.sizes.get(digest)
+
+    def digests(self) -> frozenset[Digest]:
+        return frozenset(self.sizes)
+
+    async def reserve(self, num_bytes: int) -> None:
+        """Make room for a payload; concurrent ones may exceed the bound."""
+        missing = self.used_bytes + num_bytes - self.store_bytes
+        if missing > 0:
+            await self.make_room(missing)
+        if self.used_bytes + num_bytes > self.store_bytes:
+            raise StoreFull(
+                f"{num_bytes} more bytes of payloads would exceed store_bytes = {self.store_bytes};"
+                f" {self.used_bytes} are in the bucket and nothing more can be deleted now",
+                action="raise store_bytes at the coordinator, or repeat after the stated delay",
+                retry_after_s=30.0,
+            )
+
+    async def keep(self, digest: Digest, path: Path) -> None:
+        if digest in self.sizes:
+            return
+        size = (await asyncio.to_thread(path.stat)).st_size
+        await self.objects.put(digest, path)
+        self.sizes[digest] = size
+        self.on_kept(digest)
+
+    async def erase(self, digest: Digest) -> int:
+        if digest not in self.sizes:
+            return 0
+        await self.objects.delete(digest)
+        return self._forget(digest)
+
+    async def set_aside(self, digest: Digest) -> None:
+        if digest in self.sizes:
+            await self.objects.set_aside(digest)
+            self._forget(digest)
+
+    def _forget(self, digest: Digest) -> int:
+        self.on_gone(digest)
+        return self.sizes.pop(digest)
+
+    async def urls(self, digests: Sequence[Digest]) -> list[str]:
+        there = [digest for digest in digests if digest in self.sizes]
+        signed = dict(zip(there, await self.objects.urls(there), strict=True))
+        return [signed.get(digest, "") for digest in digests]

@@ -1,4 +1,0 @@
-"""Payloads in an S3-compatible bucket, with a bounded local cache.
-
-Open `bucket_storage` first.
-"""

@@ -1,8 +1,8 @@
-"""Payload rows: verified, offered, retired; snapshots: schedule, composition, proof; and the scratch directory.
+"""Payload rows: verified, offered, retired; snapshots; and the scratch directory.
 
 Each variant is its own graph over the same versions. A file may go only when no variant names it.
 
-Composition and proof of a snapshot work chunk by chunk, so memory does not grow with the model. The proof rebuilds each
+A snapshot is composed and proved chunk by chunk, so memory does not grow with the model. The proof rebuilds each
 state and compares the chunk digests with the version's manifest, which also locates a damaged payload.
 """
 

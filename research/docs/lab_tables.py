@@ -138,6 +138,25 @@ def _gates(name: str) -> str:
     return table(["rule", "last", "minus gepo-whole", "the same, greedy", "nats a completion"], rows)
 
 
+def _warmup() -> str:
+    """Rules with a warm-up of 100 steps, minus their runs of `gates21` with 20, and minus gepo-whole."""
+    own = _lab("warmup21").runs
+    rules = dict.fromkeys(run.algorithm for run in own)
+    short = [run.model_copy(update={"algorithm": f"{run.algorithm}, 20 steps"}) for run in _lab("gates21").runs]
+    return table(
+        ["rule", "last", "minus its runs with 20 steps", "minus gepo-whole"],
+        [
+            [
+                rule,
+                cell([run for run in own if run.algorithm == rule]),
+                paired(rule, f"{rule}, 20 steps", [*own, *short], 64.0),
+                paired(rule, "gepo-whole", own, 64.0),
+            ]
+            for rule in rules
+        ],
+    )
+
+
 def _chosen_rates(experiment: str, delays: Sequence[float]) -> str:
     rates = {(run.algorithm, run.delay): run.lr for run in _lab(experiment).runs}
     names = sorted({name for name, _ in rates}, key=lambda name: (name != "gepo", name))
@@ -365,6 +384,7 @@ LAB: dict[str, Callable[[], str]] = {
     "whole-ends-beside": lambda: _beside("whole_ends", "gepo-whole", _ENDS),
     "whole-lengths": lambda: _by("whole_lengths", _WHOLE_LENGTHS, lambda run: run.task, _own, less=""),
     "gates21": lambda: _gates("gates21"),
+    "warmup21": _warmup,
     "whole-lengths-beside": lambda: _by(
         "whole_lengths", _WHOLE_LENGTHS, lambda run: run.task, _minus_whole, less="gepo-whole"
     ),

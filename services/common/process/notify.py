@@ -4,11 +4,11 @@
     STOPPING=1   sent when a stop begins, so that the manager waits for the current batch or step
     WATCHDOG=1   sent from the event loop at half the manager's interval; not sent while the loop or its `Watch` hangs
 
-Most managers have no watchdog: a thread also ends the process when its loop or its `Watch` hangs for HUNG_S.
+Most managers have no watchdog: a timer also writes all threads and ends the process with code 1 when its loop hangs
+for HUNG_S, or its `Watch` for at most 1.5 times as long.
 
-Guarantees: messages need NOTIFY_SOCKET; a manager that does not listen never ends or blocks the process. A process that
-stood still as a whole (SIGSTOP, suspend) does not count as hung afterwards. WATCHDOG=1 never comes from a thread, which
-would go on while the loop hangs.
+Guarantees: messages need NOTIFY_SOCKET; a manager that does not listen never ends or blocks the process. WATCHDOG=1
+never comes from a thread, which would go on while the loop hangs. A process that SIGSTOP stopped for HUNG_S ends.
 """
 
 import asyncio
@@ -18,16 +18,14 @@ import logging
 import os
 import signal
 import socket
-import sys
-import threading
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from dataclasses import dataclass
 
 from heterorl.common.process.clock import Clock, SystemClock
 
 _LOG = logging.getLogger(__name__)
-TICK_S, HUNG_S = 5.0, 60.0
-"""Interval of the thread's looks, and the longest time without a turn or an answer."""
+TICK_S, HUNG_S = 1.0, 60.0
+"""How often the loop postpones the timer, and the timer."""
 
 
 class Notifier:
@@ -101,61 +99,16 @@ async def feed_watchdog(notifier: Notifier, clock: Clock, watch: Watch) -> None:
         await clock.sleep(interval_s)
 
 
-class HangGuard:
-    """Counts looks since the loop's last turn; the loop calls `turned`.
-
-    Not seconds: a process that stands still as a whole makes no looks.
-    """
-
-    def __init__(self, watch: Watch) -> None:
-        self._watch = watch
-        self._has_turned = True
-        self._num_still = 0
-        self._num_silent = 0
-
-    def turned(self) -> None:
-        self._has_turned = True
-
-    def look(self) -> str:
-        """The name of the part that hangs; empty while both turn."""
-        self._num_still = 0 if self._has_turned else self._num_still + 1
-        self._has_turned = False
-        # Twice: after a standstill an answer may still be on its way.
-        self._num_silent = self._num_silent + 1 if self._watch.silent_s() >= HUNG_S else 0
-        if self._num_still * TICK_S >= HUNG_S:
-            return "the event loop"
-        return "the watched thread" if self._num_silent > 1 else ""
-
-
-def _guard(guard: HangGuard, over: threading.Event) -> None:
-    while not over.wait(TICK_S):
-        if hung := guard.look():
-            # No logging: the loop may have its lock.
-            faulthandler.dump_traceback(sys.__stderr__ or 2, all_threads=True)
-            os.write(2, f"the process ends: {hung} has not turned for {HUNG_S:g} s\n".encode())
-            os._exit(1)
-
-
-async def _turn(guard: HangGuard) -> None:
-    while True:
-        guard.turned()
-        await asyncio.sleep(TICK_S / 2)
-
-
-@contextlib.asynccontextmanager
-async def supervised(notifier: Notifier, clock: Clock) -> AsyncIterator[Watch]:
-    """Feed the watchdogs during the body, which may set the Watch."""
-    watch, over = Watch(), threading.Event()
-    guard = HangGuard(watch)
-    threading.Thread(target=_guard, args=(guard, over), name="hang-guard", daemon=True).start()
-    feeding = [asyncio.create_task(feed_watchdog(notifier, clock, watch)), asyncio.create_task(_turn(guard))]
+async def _end_when_hung(watch: Watch) -> None:
+    """A timer of C, which needs no GIL; each turn postpones it."""
     try:
-        yield watch
+        while True:
+            # A Watch that is silent for half of it has the rest.
+            if watch.silent_s() < HUNG_S / 2:
+                faulthandler.dump_traceback_later(HUNG_S, exit=True, file=2)
+            await asyncio.sleep(TICK_S)
     finally:
-        over.set()
-        for task in feeding:
-            task.cancel()
-        await asyncio.gather(*feeding, return_exceptions=True)
+        faulthandler.cancel_dump_traceback_later()
 
 
 def on_stop(signals: Iterable[int], *, notifier: Notifier, stop: Callable[[], None]) -> None:
@@ -182,7 +135,12 @@ class Process:
 @contextlib.asynccontextmanager
 async def running() -> AsyncIterator[Process]:
     """Run the body as a service, with its signals and watchdogs."""
-    clock, notifier, stop = SystemClock(), from_environment(), asyncio.Event()
+    clock, notifier, stop, watch = SystemClock(), from_environment(), asyncio.Event(), Watch()
     on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
-    async with supervised(notifier, clock) as watch:
+    feeding = [asyncio.create_task(feed_watchdog(notifier, clock, watch)), asyncio.create_task(_end_when_hung(watch))]
+    try:
         yield Process(stop=stop, notifier=notifier, clock=clock, watch=watch)
+    finally:
+        for task in feeding:
+            task.cancel()
+        await asyncio.gather(*feeding, return_exceptions=True)

@@ -100,9 +100,8 @@ class EnrolmentServer:
             self._open[address] -= 1
             if not self._open[address]:
                 del self._open[address]
+            # Without a wait for the end, which a reset never makes.
             writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
 
     def _has_room(self, address: str) -> bool:
         """Whether a connection may stay; at the limit, ends a silent one."""

@@ -5,7 +5,9 @@ import contextlib
 import dataclasses
 import errno
 import re
+import socket
 import ssl
+import struct
 import time
 import tomllib
 from pathlib import Path
@@ -213,6 +215,18 @@ async def test_connection_that_says_nothing_ends(office, monkeypatch):
     monkeypatch.setattr(server_module, "ANSWER_S", 3600.0)
 
     await _ended(await _silent(office, "127.0.1.1", 1))
+
+
+async def test_connection_that_is_reset_leaves_no_task(office):
+    before = asyncio.all_tasks()
+    ((_, writer),) = await _silent(office, "127.0.1.1", 1)
+    while not (answering := asyncio.all_tasks() - before):  # noqa: ASYNC110 - a set
+        await asyncio.sleep(0)
+    # A reset instead of an end.
+    writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+    writer.transport.abort()
+
+    await asyncio.wait_for(answering.pop(), 10)
 
 
 async def test_lost_answer_is_given_again_to_the_same_key_only(office, tmp_path):

@@ -93,7 +93,7 @@ def issue(
     from heterorl.common.identity.tls import ADDRESS_FILE
 
     if coordinator:
-        check_address("--coordinator", coordinator)
+        check_address("--coordinator", coordinator, is_list=True)
     lifetime = datetime.timedelta(days=days)
     authority = Authority(directory)
     target = authority.issue(role=Role(role), site=site, hosts=host or (), out=out, now=_now(), lifetime=lifetime)
@@ -318,7 +318,7 @@ def join(
     from heterorl.common.identity.tls import ADDRESS_FILE, TlsConfig, files_in
     from heterorl.common.rpc.channel import Answer, check_health
 
-    check_address("--coordinator", coordinator)
+    check_address("--coordinator", coordinator, is_list=True)
     parsed = parse_token(sys.stdin.read() if token == "-" else token)
     run, site, role = parsed.node
     target = out or Path(f"{role}-{site}")

@@ -73,7 +73,7 @@ class Link:
         if not address:
             action = f"give host:port of the coordinator, or set {ADDRESS_VARIABLE}; `heterorl join` notes it too"
             raise ConfigError("ADDRESS", "is not set", action=action)
-        check_address("ADDRESS", address)
+        check_address("ADDRESS", address, is_list=True)
         if credentials is None and not self.insecure:
             action = "give an operator's directory, which `heterorl join` makes"
             raise ConfigError("--credentials", "is not set, and the link needs certificates", action=action)

@@ -470,12 +470,15 @@ async def test_the_commands_together(tmp_path, monkeypatch):
         assert (config.site, config.coordinator) == ("eu-1", "127.0.0.1:1")
         assert config.tls.key == str(tmp_path / "sampler-eu-1" / "node.key")
         assert (tmp_path / "sampler-eu-1" / "node.crt").is_file()
-        for key in ("--coordinator", "--authority"):
-            values = {"--coordinator": "c:1", "--authority": "a:1", key: "nowhere"}
+        # A list is for coordinators: a run has one authority.
+        for key, value in (("--coordinator", "nowhere"), ("--authority", "nowhere"), ("--authority", "a:1,b:1")):
+            values = {"--coordinator": "c:1,d:1", "--authority": "a:1", key: value}
             odd = await invoke(
                 "join", "--token", text, "--out", "b", *[part for pair in values.items() for part in pair]
             )
-            assert f"{key}: 'nowhere' is not host:port" in str(odd.exception)
+            assert f"{key}: '{value}' is not host:port" in str(odd.exception)
+        odd = await invoke("certs", "token", "create", "--site", "eu-1", "--authority", "a:1,b:1")
+        assert "--authority: 'a:1,b:1' is not host:port" in str(odd.exception)
         again = await invoke("join", "--token", text, "--coordinator", "127.0.0.1:1", "--out", "b")
         assert "was used" in str(again.exception)
         number = re.search(r"[0-9a-f]{16}", listed.stdout).group()

@@ -19,20 +19,20 @@ MAX_PORT = 65535
 IN_DATABASE = "has a password: keep it in the file that PGPASSFILE names (mode 0600), or in PGPASSWORD"
 
 
-def check_address(key: str, address: str, *, is_listening: bool = False) -> None:
-    """Raise ConfigError unless `key` is host:port.
+def check_address(key: str, address: str, *, is_listening: bool = False, is_list: bool = False) -> None:
+    """Raise ConfigError unless `key` is host:port, or a list of them.
 
-    To dial, it may be a list of them; only listeners take port 0.
+    Only listeners take port 0.
     """
     try:
-        for each in [address] if is_listening else address.split(","):
+        for each in address.split(",") if is_list else [address]:
             _check(each, least=0 if is_listening else 1)
     except ValueError as error:
         raise ConfigError(key, str(error)) from error
 
 
 def _check(address: str, *, least: int) -> str:
-    match = re.fullmatch(r"[!-.0-~]+:([0-9]{1,5})", address)
+    match = re.fullmatch(r"[!-+.0-~-]+:([0-9]{1,5})", address)
     if match is None:
         raise ValueError(f"{address[:100]!r} is not host:port, for example coord.example:50051")
     if not least <= int(match[1]) <= MAX_PORT:

@@ -31,7 +31,7 @@ def test_loopback_is_what_no_other_machine_can_reach(address, expected):
 
 @pytest.mark.parametrize("address", ["coord.example:50051", "[::1]:1", "10.0.0.1:65535", "a:1,b:2"])
 def test_host_and_port_are_accepted(address):
-    check_address("--coordinator", address)
+    check_address("--coordinator", address, is_list=True)
 
 
 def test_port_0_is_for_who_listens():
@@ -73,9 +73,10 @@ def test_every_address_of_a_configuration_has_a_port_that_can_be(schema, key, te
     "address",
     ["", "coord", "coord:", ":1", "coord:65536", "coord:\uff11", "co ord:1", "coord:1\n", "a,b:1", "a:1,", "http://a:1"],
 )  # fmt: skip
-def test_anything_else_is_refused_by_its_option(address):
+@pytest.mark.parametrize("is_list", [False, True])
+def test_anything_else_is_refused_by_its_option(address, is_list):
     with pytest.raises(ConfigError, match="--coordinator"):
-        check_address("--coordinator", address)
+        check_address("--coordinator", address, is_list=is_list)
 
 
 def test_a_server_that_cannot_listen_says_why():

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
@@ -231,8 +232,9 @@ def _serial(text: str) -> int:
 
 
 def write_file(path: Path, data: bytes, *, mode: int) -> None:
-    """Replace a file atomically and durably, with `mode` from the start."""
+    """Replace a file atomically and durably; `mode` holds under any umask."""
     with replacing(path, mode=mode) as file:
+        os.fchmod(file.fileno(), mode)
         file.write(data)
 
 

@@ -27,7 +27,15 @@ def mode(path):
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_life_of_a_certificate_on_the_command_line(tmp_path):
+@pytest.fixture
+def own_umask():
+    """As docs/two-sites.md sets it."""
+    before = os.umask(0o077)
+    yield
+    os.umask(before)
+
+
+def test_life_of_a_certificate_on_the_command_line(tmp_path, own_umask):
     root = tmp_path / "ca [x]"
     base = ["--dir", str(root)]
 
@@ -55,6 +63,8 @@ def test_life_of_a_certificate_on_the_command_line(tmp_path):
     third = read_identity((root / "sampler-site-1" / "node.crt").read_bytes())
     assert third.serial not in (first.serial, second.serial)
     assert [mode(path) for path in sorted(root.rglob("*.key"))] == [0o600] * 3
+    # Copied, they are read by other users.
+    assert {mode(path) for path in (*root.rglob("*.crt"), *root.rglob("revoked"))} == {0o644}
     assert mode(root) == mode(root / "sampler-site-1") == 0o700
 
 

@@ -29,7 +29,7 @@ from cryptography.x509.oid import NameOID
 
 from heterorl.certs.authority import ENROLMENT_NAME
 from heterorl.certs.authority_directory import PUBLIC, SECRET, write_file
-from heterorl.certs.join_tokens import BrokenFrame, JoinRefused, Refused, Token, frame, pin_of, read_frame
+from heterorl.certs.enrolment import BrokenFrame, JoinRefused, Refused, Token, frame, pin_of, read_frame
 from heterorl.common.errors import ConfigError, OperatorError
 from heterorl.common.identity.spiffe import is_issued
 

@@ -28,8 +28,17 @@ from cryptography.hazmat.primitives.serialization import Encoding
 
 from heterorl.certs.authority import issue_enrolment_server
 from heterorl.certs.authority_directory import SECRET, Authority, write_file
-from heterorl.certs.enrolment import Enrolment, read_request
-from heterorl.certs.join_tokens import ID_BYTES, SECRET_BYTES, BrokenFrame, JoinRefused, Refused, frame, read_frame
+from heterorl.certs.enrolment import (
+    ID_BYTES,
+    SECRET_BYTES,
+    BrokenFrame,
+    Enrolment,
+    JoinRefused,
+    Refused,
+    frame,
+    read_frame,
+    read_request,
+)
 from heterorl.common.errors import HeterorlError
 from heterorl.common.process.address import listen_error
 

@@ -313,8 +313,8 @@ def join(
     Example: `heterorl join --token - --coordinator run.example:50051`
     """
     from heterorl.certs.authority_directory import PUBLIC, write_file
+    from heterorl.certs.enrolment import parse_token
     from heterorl.certs.enrolment_client import join as get
-    from heterorl.certs.join_tokens import parse_token
     from heterorl.common.identity.tls import ADDRESS_FILE, TlsConfig, files_in
     from heterorl.common.rpc.channel import Answer, check_health
 

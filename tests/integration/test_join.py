@@ -23,10 +23,19 @@ from typer.testing import CliRunner
 from heterorl.certs import enrolment
 from heterorl.certs import enrolment_server as server_module
 from heterorl.certs.authority import issue_enrolment_server
-from heterorl.certs.enrolment import Enrolment, read_request
+from heterorl.certs.enrolment import (
+    MAX_FRAME,
+    BrokenFrame,
+    Enrolment,
+    JoinRefused,
+    Refused,
+    frame,
+    parse_token,
+    read_frame,
+    read_request,
+)
 from heterorl.certs.enrolment_client import WrongAuthority, ask, join, signing_request
 from heterorl.certs.enrolment_server import EnrolmentServer
-from heterorl.certs.join_tokens import MAX_FRAME, BrokenFrame, JoinRefused, Refused, frame, parse_token, read_frame
 from heterorl.cli.certs import first_lines
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError, OperatorError, PortInUse

@@ -21,7 +21,7 @@ from typer.testing import CliRunner
 
 import heterorl
 from heterorl.certs import enrolment_client
-from heterorl.certs.join_tokens import Token
+from heterorl.certs.enrolment import Token
 from heterorl.cli import main as cli
 from heterorl.cli.certs import first_lines
 from heterorl.cli.connection import Link

@@ -11,10 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from heterorl.certs.enrolment import Enrolment
-from heterorl.certs.enrolment_server import network_of
-from heterorl.certs.join_tokens import (
+from heterorl.certs.enrolment import (
     PREFIX,
+    Enrolment,
     JoinRefused,
     Kept,
     Refused,
@@ -23,6 +22,7 @@ from heterorl.certs.join_tokens import (
     parse_token,
     secret_digest,
 )
+from heterorl.certs.enrolment_server import network_of
 from heterorl.cli.certs import parse_duration
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError

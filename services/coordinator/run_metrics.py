@@ -33,8 +33,8 @@ SILENCE_LIMIT_S = 86_400.0
 TRAINED_LABEL = "trained"
 _SITE_GAUGES = (
     metrics.SITE_POLICY_VERSION, metrics.SITE_SILENCE_SECONDS, metrics.SITE_STOPPED, metrics.SITE_WORK_GROUPS,
-    metrics.SITE_AWAY_GROUPS, metrics.SITE_PENDING_BYTES, metrics.SITE_QUARANTINED, metrics.SITE_CANARY_NATS,
-    metrics.SITE_CANARY_KL, metrics.SITE_FAILED_GROUPS, metrics.SITE_APPLY_SECONDS,
+    metrics.SITE_AWAY_GROUPS, metrics.SITE_QUARANTINED, metrics.SITE_CANARY_NATS, metrics.SITE_CANARY_KL,
+    metrics.SITE_FAILED_GROUPS,
 )  # fmt: skip
 
 
@@ -64,7 +64,6 @@ async def observe_run(core: Coordinator) -> int:
     metrics.MAX_POLICY_AGE_SECONDS.set(config.max_policy_age_s)
     metrics.MAX_STALENESS_VERSIONS.set(config.max_staleness_versions)
     metrics.QUEUE_OLDEST_SECONDS.set(0.0 if oldest is None else max(0.0, now - oldest))
-    metrics.SITE_QUOTA_BYTES.set(config.site_pending_bytes)
     metrics.DISK_REFUSES.set(bool(status.store_problem))
     metrics.STORE_USED_BYTES.set(status.store_bytes)
     metrics.STORE_LIMIT_BYTES.set(status.store_limit_bytes)
@@ -75,7 +74,7 @@ async def observe_run(core: Coordinator) -> int:
     _observe_variants(status)
     _observe_ledger(status.ledger)
     # 3,000 gauges of 1,000 sites would hold the event loop for 10 to 60 ms.
-    await asyncio.to_thread(_observe_sites, status.sites, bytes_by_site)
+    await asyncio.to_thread(_observe_sites, status.sites)
     await asyncio.to_thread(_observe_quotas, core, {entry.site for entry in status.sites}, bytes_by_site)
     await core.evaluation.observe()
     return len(status.sites)
@@ -130,7 +129,7 @@ def _observe_ledger(counts: LedgerCounts) -> None:
     metrics.LEDGER_BALANCED.set(counts.is_balanced)
 
 
-def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -> None:
+def _observe_sites(sites: Sequence[SiteStatus]) -> None:
     """Set each site's gauges by its incarnation seen last.
 
     A stopped site has one, which says so.
@@ -148,9 +147,6 @@ def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -
     stopped = [label for label, status in newest.items() if status.is_stopped]
     for label in stopped:
         del newest[label]
-    pending: defaultdict[str, int] = defaultdict(int)
-    for site, count in bytes_by_site.items():
-        pending[metrics.SITES.of(site)] += count
     for label in work.keys() - newest.keys():
         for gauge in _SITE_GAUGES:
             gauge.remove(label)
@@ -164,12 +160,10 @@ def _observe_sites(sites: Sequence[SiteStatus], bytes_by_site: dict[str, int]) -
         metrics.SITE_SILENCE_SECONDS.labels(label).set(status.last_seen_s)
         metrics.SITE_WORK_GROUPS.labels(label).set(work[label])
         metrics.SITE_AWAY_GROUPS.labels(label).set(away[label])
-        metrics.SITE_PENDING_BYTES.labels(label).set(pending[label])
         metrics.SITE_QUARANTINED.labels(label).set(bool(status.quarantine))
         metrics.SITE_FAILED_GROUPS.labels(label).set(status.groups_failed)
         if status.canary_difference is not None:
             metrics.SITE_CANARY_NATS.labels(label).set(status.canary_difference)
-        metrics.SITE_APPLY_SECONDS.labels(label).set(status.apply_s)
 
 
 def observe_push(outcome: PushOutcome) -> None:

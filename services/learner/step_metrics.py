@@ -261,7 +261,6 @@ def observe_version(manifest: Manifest, *, encode_s: float, publish_s: float) ->
     """Export one published version."""
     metrics.LEARNER_VERSION.set(manifest.version)
     metrics.ENCODE_SECONDS.observe(encode_s)
-    metrics.VERSION_ENCODE_SECONDS.set(encode_s)
     metrics.PUBLISH_SECONDS.observe(publish_s)
     metrics.FULL_BYTES.set(manifest.full_bytes)
     if manifest.num_elements:

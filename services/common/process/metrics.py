@@ -128,7 +128,6 @@ SITE_SILENCE_SECONDS = _gauge("coordinator_site_silence_seconds", "Time since a 
 SITE_STOPPED = _gauge("coordinator_site_stopped", "1 if a site's sampler stopped in order.", "site")
 SITE_WORK_GROUPS = _gauge("coordinator_site_work_groups", "Assignments leased to a site.", "site")
 SITE_AWAY_GROUPS = _gauge("coordinator_site_away_groups", "Those that left with a site that fell silent.", "site")
-SITE_PENDING_BYTES = _gauge("coordinator_site_pending_bytes", "Bytes of a site in the queue.", "site")
 SITE_CANARY_NATS = _gauge(
     "coordinator_site_canary_nats", "Median difference of a site's canary log-probs from the learner's.", "site"
 )
@@ -144,8 +143,6 @@ SITE_FAILED_GROUPS = _gauge(
 )
 SITE_QUOTA_RATIO = _gauge("coordinator_site_quota_ratio", "Used share of a site's quota, 0 to 1.", "site", "quota")
 QUOTA_REFUSALS = _counter("coordinator_quota_refusals_total", "Pushes refused for a quota.", "site", "quota")
-SITE_QUOTA_BYTES = _gauge("coordinator_site_quota_bytes", "Bytes that one site may have in the queue.")
-SITE_APPLY_SECONDS = _gauge("coordinator_site_apply_seconds", "Duration of a site's newest apply and verify.", "site")
 SITE_VARIANT = _gauge(
     "coordinator_site_variant_info", "1 for the form of the weights that a site pulls.", "site", "variant"
 )
@@ -232,7 +229,6 @@ CHECK_SECONDS = _histogram("learner_check_seconds", "Duration of the checks of o
 LEARNER_VERSION = _gauge("learner_version", "Newest version published by this learner.")
 ENCODE_SECONDS = _histogram("learner_encode_seconds", "Duration of encoding a version.")
 PUBLISH_SECONDS = _histogram("learner_publish_seconds", "Duration of upload and commit.")
-VERSION_ENCODE_SECONDS = _gauge("learner_version_encode_seconds", "Duration of encoding the newest version.")
 VERSIONS = _counter("learner_versions_total", "Versions published, by what a sampler at the parent pulls.", "kind")
 VERSION_BYTES = _gauge("learner_version_bytes", "Bytes of the newest payload of a kind.", "kind")
 FULL_BYTES = _gauge("learner_full_bytes", "Bytes of the weights, uncompressed.")

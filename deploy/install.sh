@@ -221,7 +221,11 @@ for role in "${roles[@]}"; do
   fi
   if [[ $kind == learner-deepspeed ]]; then write_nproc "$name"; fi
   unit=$(unit_of "$kind")
-  file 0644 "$source_dir/services/launch/units/$unit" "/etc/systemd/system/$unit"
+  # A sampler by vLLM has the unit of a sampler, in its own environment.
+  text=$(mktemp)
+  sed "s#/current/#/$(link_of "$kind")/#" "$source_dir/services/launch/units/${unit/-vllm/}" >"$text"
+  file 0644 "$text" "/etc/systemd/system/$unit"
+  rm -f "$text"
 done
 if [[ -z $destdir ]]; then run systemctl daemon-reload; fi
 

@@ -61,7 +61,7 @@ _NO_TLS = "--set tls.ca=%d/tls_ca.crt --set tls.cert=%d/tls_node.crt --set tls.k
 _UNITS = {
     "coordinator": "heterorl-coordinator.service", "learner": "heterorl-learner@.service",
     "learner-deepspeed": "heterorl-learner@.service", "sampler": "heterorl-sampler@.service",
-    "sampler-vllm": "heterorl-sampler-vllm@.service", "relay": "heterorl-relay@.service",
+    "sampler-vllm": "heterorl-sampler@.service", "relay": "heterorl-relay@.service",
     "machines": "heterorl-learner-node@.service",
 }  # fmt: skip
 
@@ -357,6 +357,8 @@ def _systemd(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:
 def _unit(run: RunFile, node: Node) -> str:
     kind = "relay" if node.kind == "relay" else "machines" if node.machines else node.image
     text = (_HERE / "units" / _UNITS[kind]).read_text(encoding="utf-8")
+    if kind == "sampler-vllm":
+        text = text.replace("/current/", "/current-vllm/")
     if node.kind == "coordinator":
         for place in ("heterorl", "credentials"):
             text = re.sub(rf"(?<=\b{place}/)coordinator\b(?!-)", node.name, text)

@@ -41,6 +41,7 @@ def test_staged_install_holds_units_configurations_and_closed_credentials(tmp_pa
     assert files == {
         *(f"etc/heterorl/{name}.toml" for name in ("coordinator", "learner", "site-1", "site-2", "site-3", "eu")),
         "etc/heterorl/revoked",
+        "etc/systemd/system/heterorl-sampler-vllm@.service",
         *(f"etc/systemd/system/{path.name}" for path in UNITS.iterdir() if "learner-node" not in path.name),
     }
     credentials = tmp_path / "etc/heterorl/credentials"
@@ -133,6 +134,10 @@ def test_role_with_an_engine_gets_its_configuration_its_unit_and_its_processes(t
     assert (etc / "learner.env").read_text() == "HETERORL_NPROC=4\n"
     units = {path.name for path in (tmp_path / "etc/systemd/system").iterdir()}
     assert units == {"heterorl-learner@.service", "heterorl-sampler-vllm@.service"}
+    unit = (tmp_path / "etc/systemd/system/heterorl-sampler-vllm@.service").read_text()
+    shipped = (ROOT / "services/launch/units/heterorl-sampler@.service").read_text()
+    assert "ExecStart=/opt/heterorl/current-vllm/bin/heterorl sampler" in unit
+    assert unit == shipped.replace("/opt/heterorl/current/", "/opt/heterorl/current-vllm/")
     assert "enable --now heterorl-learner@learner " in result.stdout
     assert "enable --now heterorl-sampler-vllm@site-1 " in result.stdout
     # What an operator has said stays.

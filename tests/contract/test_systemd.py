@@ -23,22 +23,10 @@ ROLES = {
     "heterorl-coordinator": "coordinator",
     "heterorl-learner@": "learner",
     "heterorl-sampler@": "sampler",
-    "heterorl-sampler-vllm@": "sampler",
     "heterorl-relay@": "relay",
 }
 MAX_EXPOSURE = 2.0
 PROGRAM = "/opt/heterorl/current/bin/heterorl"
-VLLM_PROGRAM = "/opt/heterorl/current-vllm/bin/heterorl"
-
-
-def program_of(path):
-    """Each kind of environment has a name of its own, which the installer switches."""
-    return VLLM_PROGRAM if "vllm" in path.name else PROGRAM
-
-
-def config_of(path):
-    """The shipped configuration that the installer lays beside a unit."""
-    return "sampler-vllm" if "vllm" in path.name else ROLES[path.stem]
 
 
 def directives(path):
@@ -67,7 +55,7 @@ def exposure(path):
 def complaints(path, directory):
     """What systemd says of a unit whose program exists; settings that it does not know, too."""
     copy = directory / path.name
-    copy.write_text(path.read_text().replace(program_of(path), "/bin/true"))
+    copy.write_text(path.read_text().replace(PROGRAM, "/bin/true"))
     return check(tool("systemd-analyze"), "verify", "--man=no", str(copy))
 
 
@@ -176,19 +164,6 @@ def test_stop_takes_longer_than_what_it_waits_for():
     assert min(timeouts.values()) >= 600
 
 
-def test_a_sampler_by_vllm_has_the_unit_of_a_sampler_but_for_its_environment_and_caches():
-    def changed(key):
-        plain, other = (directives(FOLDER / name).get(key) for name in
-                        ("heterorl-sampler@.service", "heterorl-sampler-vllm@.service"))  # fmt: skip
-        return plain != other
-
-    keys = set(directives(FOLDER / "heterorl-sampler-vllm@.service"))
-    assert keys == set(directives(FOLDER / "heterorl-sampler@.service"))
-    assert {key for key in keys if changed(key)} == {
-        "Unit.Description", "Unit.Documentation", "Service.ExecStart", "Service.Environment", "Service.TasksMax"
-    }  # fmt: skip
-
-
 @pytest.mark.parametrize(
     "path", [path for path in UNITS if ROLES[path.stem] not in ("coordinator", "relay")], ids=lambda path: path.name
 )
@@ -196,7 +171,7 @@ def test_whatever_is_compiled_at_run_time_goes_where_the_service_may_write(path)
     found = directives(path)
     variables = dict(pair.split("=", 1) for line in found["Service.Environment"] for pair in line.split())
     caches = {"HF_HOME", "TRITON_CACHE_DIR", "CUDA_CACHE_PATH", "TORCHINDUCTOR_CACHE_DIR", "XDG_CACHE_HOME"}
-    if "vllm" in path.name:
+    if "sampler" in path.name:
         caches |= {"VLLM_CACHE_ROOT", "FLASHINFER_WORKSPACE_BASE", "XDG_CONFIG_HOME"}
 
     assert {variables[name].partition("/%i")[0] for name in caches} == {"/var/cache/heterorl"}
@@ -214,9 +189,9 @@ def test_command_of_the_unit_is_one_that_the_service_accepts(path, tmp_path):
     start = found["Service.ExecStart"][0].replace("%i", name).replace("%d", "/run/credentials/unit")
     program, command, *arguments = shlex.split(start)
     config = tmp_path / f"{name}.toml"
-    shutil.copy(ROOT / "deploy" / "config" / f"{config_of(path)}.toml", config)
+    shutil.copy(ROOT / "deploy" / "config" / f"{role}.toml", config)
     arguments = [argument.replace("/etc/heterorl", str(tmp_path)) for argument in arguments]
-    assert (program, command) == (program_of(path), role)
+    assert (program, command) == (PROGRAM, role)
     options = dict(itertools.pairwise(arguments))
     assert options["--log"] == "json"
     # One process unless the instance's file of variables says more.

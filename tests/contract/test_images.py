@@ -35,6 +35,14 @@ def settings(command):
     return [word.removeprefix("--set=") for word in command if word.startswith("--set=")]
 
 
+def words_of(name, overlay=None):
+    """What a container runs after `heterorl`."""
+    service = BASE["services"][name] | OVERLAYS[overlay]["services"].get(name, {})
+    program, *words = service.get("entrypoint", ["heterorl"]) + service["command"]
+    assert program == "heterorl"
+    return words
+
+
 def stages():
     """Name of each stage of the Dockerfile to the stage or image that it is made from."""
     lines = [line.split() for line in (DEPLOY / "Dockerfile").read_text().splitlines() if line.startswith("FROM ")]
@@ -188,9 +196,10 @@ def test_container_says_how_it_is(name):
 def test_command_is_one_that_the_service_accepts(name, overlay):
     role = OURS[name]
     service = BASE["services"][name] | OVERLAYS[overlay]["services"].get(name, {})
-    command = service["command"]
+    command = words_of(name, overlay)
     file = service["build"]["target"]
-    assert command[:3] == [role, f"--config=/etc/heterorl/{file}.toml", "--log=json"]
+    assert command[0] == role
+    assert {f"--config=/etc/heterorl/{file}.toml", "--log=json"} <= set(command)
 
     config = load(SCHEMAS[role], DEPLOY / "config" / f"{file}.toml", settings(command))
 
@@ -231,11 +240,16 @@ def test_node_has_certificates_of_its_own_where_its_configuration_names_them(nam
         assert (DEPLOY / "config" / "revoked").exists()
 
 
-def test_gpu_overlay_changes_where_numbers_are_computed_and_nothing_else():
-    for name, service in GPU["services"].items():
-        changed = set(service["command"]) ^ set(BASE["services"][name]["command"])
+def test_gpu_overlay_changes_where_numbers_are_computed_and_nothing_else(tmp_path):
+    for name in GPU["services"]:
+        changed = set(words_of(name, "gpu")) ^ set(words_of(name))
         keys = {word.removeprefix("--set=").split("=")[0].split(".")[1] for word in changed}
         assert keys == {"device", "compute_dtype"}
+    # A site's own file may name several GPUs.
+    text = (DEPLOY / "config" / "sampler.toml").read_text()
+    (tmp_path / "sampler.toml").write_text(text.replace('device = "cuda:0"', "devices = [0, 1]"))
+    config = load(SamplerConfig, tmp_path / "sampler.toml", settings(words_of("sampler-1", "gpu")))
+    assert config.engine.devices == (0, 1)
 
 
 def test_overlay_of_engines_changes_image_file_and_devices_and_nothing_else():
@@ -244,8 +258,7 @@ def test_overlay_of_engines_changes_image_file_and_devices_and_nothing_else():
         assert OTHER_ENGINES[engine] == role
         assert service["image"] == f"heterorl-{engine}:${{HETERORL_VERSION:-local}}"
         changed = {
-            word.removeprefix("--set=").split("=")[0]
-            for word in set(service["command"]) ^ set(BASE["services"][name]["command"])
+            word.removeprefix("--set=").split("=")[0] for word in set(words_of(name, "engines")) ^ set(words_of(name))
         }
         computes = "backend" if role == "learner" else "engine"
         own = {"--nproc"} if role == "learner" else set()
@@ -253,13 +266,12 @@ def test_overlay_of_engines_changes_image_file_and_devices_and_nothing_else():
         (device,) = service["deploy"]["resources"]["reservations"]["devices"]
         assert device["driver"] == "nvidia"
         assert list(service["environment"]) == ["CUDA_VISIBLE_DEVICES"]
-    assert "--nproc=${LEARNER_NPROC:-1}" in ENGINES["services"]["learner"]["command"]
+    assert "--nproc=${LEARNER_NPROC:-1}" in words_of("learner", "engines")
 
 
 @pytest.mark.parametrize("overlay", [None, "engines"])
 def test_samplers_have_sites_of_their_own(overlay):
-    services = BASE["services"] | OVERLAYS[overlay]["services"]
-    configs = [load(SamplerConfig, None, settings(services[name]["command"])) for name in ("sampler-1", "sampler-2")]
+    configs = [load(SamplerConfig, None, settings(words_of(name, overlay))) for name in ("sampler-1", "sampler-2")]
 
     assert {config.site for config in configs} == {"site-1", "site-2"}
 

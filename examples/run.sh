@@ -1,16 +1,16 @@
 #!/bin/bash
 # Coordinator, learner and one site on this machine; ends when the learner has taken its steps. Goes on where it ended.
-#   examples/code-sandbox/run.sh [MAX_STEPS]
+#   examples/run.sh NAME [MAX_STEPS]     NAME: smollm2-sums or code-sandbox, after its prepare.py
 set -euo pipefail
-here=$(dirname "$0")
-out=runs/code-sandbox
+here=$(dirname "$0")/${1:?the name of an example}
+out=runs/$1
 mkdir -p "$out"
 heterorl coordinator --config "$here/coordinator.toml" >>"$out/coordinator.log" 2>&1 &
 coordinator=$!
 heterorl sampler --config "$here/sampler.toml" >>"$out/sampler.log" 2>&1 &
 sampler=$!
 trap 'kill $sampler $coordinator 2>/dev/null || true; wait' EXIT INT TERM
-heterorl learner --config "$here/learner.toml" ${1:+--set "max_steps=$1"} 2>&1 | tee -a "$out/learner.log"
+heterorl learner --config "$here/learner.toml" ${2:+--set "max_steps=$2"} 2>&1 | tee -a "$out/learner.log"
 kill $sampler $coordinator 2>/dev/null || true
 wait
 trap - EXIT INT TERM

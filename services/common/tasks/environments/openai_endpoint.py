@@ -9,13 +9,11 @@ import hmac
 import json
 import re
 import secrets
-import socket
 import socketserver
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler
 from typing import Any
@@ -37,10 +35,6 @@ MODEL = "policy"
 """Name of the only model; other names are accepted."""
 MAX_BODY_BYTES = 16 << 20
 """Largest request, checked before parsing."""
-MAX_CONNECTIONS = 64
-ROOM_S = 5.0
-"""Seconds in which a connection beyond them gets the place of a client that went away."""
-CHECK_S = 0.5
 MAX_LINE_BYTES, MAX_TRAILERS = 1024, 64
 """Bytes of a chunk's size line, and lines after the last chunk."""
 KEEPALIVE_S = 10.0
@@ -154,29 +148,11 @@ def over() -> RequestRefused:
 
 class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
     daemon_threads = True
-    request_queue_size = MAX_CONNECTIONS
+    request_queue_size = 64
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
-        self._room = threading.Semaphore(MAX_CONNECTIONS)
-        self.is_full = False
-        """Whether a connection waits for a place."""
         super().__init__(("127.0.0.1", 0), _Handler)
-
-    def process_request(self, request: Any, client_address: Any) -> None:
-        self.is_full = not self._room.acquire(blocking=False)
-        if not self.is_full or self._room.acquire(timeout=ROOM_S):
-            self.is_full = False
-            super().process_request(request, client_address)
-        else:
-            self.is_full = False
-            self.shutdown_request(request)
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._room.release()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore the error: a program may break its connections."""
@@ -225,8 +201,7 @@ class _Handler(BaseHTTPRequestHandler):
         if request.is_streamed:
             self._stream(turn, request)
             return
-        while not self._ends_within(turn, KEEPALIVE_S):
-            pass
+        turn.done.wait()
         if turn.refusal is not None:
             raise turn.refusal
         made: Any = {"number": turn.number, "is_cut": turn.is_cut, "created": int(time.time())}
@@ -235,7 +210,7 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _stream(self, turn: _Turn, request: Request) -> None:
         """Server-sent events of a turn; comments until it ends."""
-        is_done = self._ends_within(turn, self.server.endpoint.keepalive_s)
+        is_done = turn.done.wait(self.server.endpoint.keepalive_s)
         if is_done and turn.refusal is not None:
             raise turn.refusal
         self.send_response(200)
@@ -244,7 +219,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         while not is_done:
             self.wfile.write(b": the turn is being drawn\n\n")
-            is_done = self._ends_within(turn, self.server.endpoint.keepalive_s)
+            is_done = turn.done.wait(self.server.endpoint.keepalive_s)
         if turn.refusal is not None:
             pieces: Any = [turn.refusal.body]
         else:
@@ -253,22 +228,6 @@ class _Handler(BaseHTTPRequestHandler):
         for piece in pieces:
             self.wfile.write(b"data: " + json.dumps(piece).encode() + b"\n\n")
         self.wfile.write(b"data: [DONE]\n\n")
-
-    def _ends_within(self, turn: _Turn, seconds: float) -> bool:
-        """Whether a turn ends in time.
-        Raises OSError for a client that went away, where others need its place."""
-        while seconds > 0:
-            if turn.done.wait(min(seconds, CHECK_S)):
-                return True
-            seconds -= CHECK_S
-            if self.server.is_full and self._is_left():
-                raise ConnectionAbortedError
-        return turn.done.is_set()
-
-    def _is_left(self) -> bool:
-        with suppress(BlockingIOError):
-            return not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
-        return False
 
     def _body(self) -> Any:
         is_chunked = self.headers.get("Transfer-Encoding", "").strip().lower() == "chunked"

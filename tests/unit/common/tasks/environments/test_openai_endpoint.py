@@ -119,25 +119,20 @@ def test_a_retry_may_differ_in_what_is_ignored(begun):
     assert program.requests.empty()
 
 
-def test_requests_that_were_given_up_leave_their_places(begun, monkeypatch):
-    monkeypatch.setattr(openai_endpoint, "ROOM_S", 600.0)
-    asked, ask = queue.SimpleQueue(), Endpoint.asked
-    monkeypatch.setattr(Endpoint, "asked", lambda self, request: (asked.put(request), ask(self, request))[1])
+def test_a_program_may_keep_a_connection_of_each_turn_open(begun):
     program = begun()
     headers = {"Authorization": f"Bearer {program.endpoint.api_key}"}
-    for _ in range(openai_endpoint.MAX_CONNECTIONS):
-        connection = program.connection()
-        connection.request("POST", CHAT, json.dumps(BODY), headers)
-        connection.close()
-    assert program.told() == ["Guess."]
-    last = program.post()
-    # The answer would end those that were given up too.
-    for _ in range(openai_endpoint.MAX_CONNECTIONS + 1):
-        asked.get()
-    program.endpoint.answer(Action("50"))
+    messages = []
+    with contextlib.ExitStack() as kept:
+        for number in range(70):
+            connection = kept.enter_context(contextlib.closing(program.connection()))
+            messages.append({"role": "user", "content": f"Guess {number}."})
+            connection.request("POST", CHAT, json.dumps({**BODY, "messages": messages}), headers)
+            assert program.told() == [f"Guess {number}."]
+            program.endpoint.answer(Action(str(number)))
+            messages.append(json.loads(connection.getresponse().read())["choices"][0]["message"])
 
-    assert last.result().json()["choices"][0]["message"]["content"] == "50"
-    assert program.requests.empty()
+    assert messages[-1]["content"] == "69"
 
 
 def test_another_request_beside_one_that_is_under_way_is_refused(begun):

@@ -24,6 +24,7 @@ from heterorl.common.tasks.rewards.latex_signs import signs_as_latex, words_as_s
 from heterorl.common.tasks.rewards.math_expressions import (
     COMMAND,
     FUNCTIONS,
+    MIXED,
     SCALES,
     Clock,
     Measured,
@@ -175,8 +176,10 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
         found += given
     if wants_text or found or not stated.prose:
         return found
+    # To the library \$ ends a formula, and 3 1/2 is two numbers.
+    prose = MIXED.sub(lambda one: f"{int(one[1]) * int(one[3]) + int(one[2])}/{one[3]}", signs_as_latex(stated.prose))
     # The library's time limits use signals; this process has its own.
-    parsed = _tried(parse, signs_as_latex(stated.prose), parsing_timeout=None) or []
+    parsed = _tried(parse, prose.replace("\\$", ""), parsing_timeout=None) or []
     return [one for one in parsed if not isinstance(one, str)]
 
 

@@ -31,7 +31,7 @@ _GROUPED = re.compile(r"(?<![\d.,])(\d{1,3}(?:(?:\\[,;:! ]|~|\{,\}|\s)\s*\d{3})+
 _COMMAS = re.compile(r"(?<![\d.,(\[{])(\d{1,3}(?:,\d{3})+)(?!,?\d)")
 _BRACKETED = re.compile(r"[(\[{|]")
 _SCIENTIFIC = re.compile(r"(?<![A-Za-z\d.\\}])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.])")
-_MIXED = re.compile(r"(?<![\w.}/^])(\d+)(?:\s+|\s*\\[ ,;]\s*)(\d+)\s*/\s*(\d+)(?![\w./])")
+MIXED = re.compile(r"(?<![\w.}/^])(\d{1,99})(?:\s+|\s*\\[ ,;]\s*)(\d{1,99})\s*/\s*(\d{1,99})(?![\w/]|\.\d)")
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,99})\.(\d{0,99})\\(?:overline|bar|dot)\s*(?:\{(\d{1,99})\}|(\d))(?!\d)")
 _SPACE = r"\\[ ,;:!]|~"
 ENDED = re.compile(rf"(?:{_SPACE}|[\s.;,]|\\$)+$")
@@ -197,7 +197,7 @@ def latex_of(text: str) -> tuple[str, Unit] | None:
         text = _COMMAS.sub(lambda group: group[1].replace(",", ""), text)
     text = _SCIENTIFIC.sub(r"\1 \\times 10^{\2}", text)
     text = _REPEATING.sub(_repeated, text)
-    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = _SCALED.sub(lambda scale: f" \\times 10^{{{SCALES[scale[1].lower()]}}}", text)
     text = text.replace("\\varnothing", "\\emptyset").replace("\\degree", "^\\circ")
     text = _RAISED_BY.sub(lambda power: f"^{{{power[1] or power[2]}}}", text)

@@ -195,6 +195,10 @@ STYLES = [
     )),
     ("3", ["3", "$3$", "1 + 2 = 3"], ["3x", "3!", r"3\pi", "3i", r"x \ge 3", "x=3y"]),
     ("2", [], [r"2\sqrt3", "2x"]),
+    # Prices and mixed numbers in prose.
+    ("12", [r"The total cost is \$12.", r"**\$12**", r"Each pays \$3, so 4 pay \$12.", r"The cost is $\$12$."], [r"Each pays \$12, so 4 pay \$48."]),
+    *((one, ["It takes 3 1/2 hours.", "It takes $3 1/2$ hours.", r"Prices rose by \$3 1/2."], ["It takes 2 1/2 hours."]) for one in ("3.5", "7/2")),
+    *((one, [], ["It takes 3 1/2 hours."]) for one in ("1", "3", "1/2")),
     # Headings.
     ("B", ["#### Analysis\nBlah.\n\n**Answer: B**", "##### Step\nThe answer is B."], []),
     ("(3,4)", ["#### Step 2\nThe answer is (3, 4)."], []),

@@ -141,8 +141,9 @@ def _asked(question: str, job: dict[str, Any], *, server: Server, store: JudgeSt
     problem = ""
     for _ in range(_TRIES):
         _wait(job, store, deadline=deadline)
-        words = words_of(server.post(document, deadline=deadline))
+        reply, words = server.post(document, deadline=deadline), ""
         try:
+            words = words_of(reply)
             score = score_of(words, name=job["field"], pattern=job["pattern"])
         except ValueError as error:
             problem = f"{error} in the judge's words {words[-120:]!r}"
@@ -170,13 +171,13 @@ def filled(rubric: str, texts: dict[str, Any]) -> str:
 
 
 def words_of(reply: dict[str, Any]) -> str:
-    """Text of a chat completion."""
+    """Text of a chat completion; raises ValueError without one."""
     try:
         words = reply["choices"][0]["message"]["content"]
     except (KeyError, IndexError, TypeError):
         raise ServerRefused("the answer is not a chat completion") from None
     if not isinstance(words, str):
-        raise ServerRefused("the chat completion has no text")
+        raise ValueError("no text")
     return words
 
 

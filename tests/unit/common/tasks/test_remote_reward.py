@@ -383,13 +383,14 @@ def test_what_was_judged_is_not_asked_again_even_by_another_process(tmp_path):
         ('{"score": true}', "score is not a number"),
         ('{"score": 9}', r"the judge says 9, outside \[low, high\] = \[1, 5\]"),
         ('{"score": NaN}', "nan is not a finite number"),
-        (None, "has no text"),
+        (None, "no text in the judge's words"),
     ],
 )
 def test_words_without_a_score_are_an_error_and_are_not_kept(words, message, tmp_path):
     with serving(lambda _: chat(words)) as server, task_of(judge(server, tmp_path)) as task:
         with pytest.raises(RewardError, match=message):
             task.score(task.prompt(0), "x")
+        assert len(server.asked) == 2
         server.reply = lambda _: chat('{"score": 1}')
         assert task.score(task.prompt(0), "x")[0].value == 0.0
 

@@ -7,6 +7,7 @@ one token to the next. In a progression, one wrong digit spoils all later terms.
 from abc import ABC, abstractmethod
 from itertools import takewhile
 
+from heterorl.common.tasks.answer_extraction import answer_of
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
@@ -52,14 +53,14 @@ class ArithmeticTask(NumberPairs):
         super().__init__(digits=digits, seed=seed)
         # A seed without a shift has the digest of no seed: equal prompts, equal digests.
         shifted = f" shift={self.shift}" if self.shift else ""
-        self.digest: Digest = bytes_digest(f"arithmetic 2 digits={digits}{shifted}".encode())
+        self.digest: Digest = bytes_digest(f"arithmetic 3 digits={digits}{shifted}".encode())
 
     def _prompt(self, index: int, left: int, right: int) -> Prompt:
         text = f"{left:0{self.digits}d}+{right:0{self.digits}d}="
         return Prompt(index=index, text=text, answer=f"{left + right:0{self.digits + 1}d}"[::-1])
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        return (RewardPart(name="correct", value=float(completion.strip() == prompt.answer)),)
+        return (RewardPart(name="correct", value=float(answer_of(completion).strip() == prompt.answer)),)
 
 
 class ProgressionTask(NumberPairs):
@@ -72,7 +73,7 @@ class ProgressionTask(NumberPairs):
     def __init__(self, *, digits: int, terms: int, seed: int = 0) -> None:
         super().__init__(digits=digits, seed=seed)
         self._terms = terms
-        self.digest: Digest = bytes_digest(f"progression 1 {digits} {terms} {self.shift}".encode())
+        self.digest: Digest = bytes_digest(f"progression 2 {digits} {terms} {self.shift}".encode())
 
     def _prompt(self, index: int, left: int, right: int) -> Prompt:
         terms = [(left + number * right) % self._base for number in range(1, self._terms + 1)]
@@ -83,7 +84,7 @@ class ProgressionTask(NumberPairs):
         )
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        given = completion.strip()
+        given = answer_of(completion).strip()
         pairs = zip(given, prompt.answer, strict=False) if len(given) <= len(prompt.answer) else ()
         same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
         return (RewardPart(name="right_terms", value=same // self.digits / self._terms),)

@@ -17,7 +17,7 @@ def test_terms_follow_each_other_modulo_the_base_with_reversed_digits():
 @pytest.mark.parametrize(
     ("completion", "expected"),
     [("640841", 1.0), (" 640841 ", 1.0), ("640842", 2 / 3), ("6408", 2 / 3), ("740841", 0.0), ("", 0.0),
-     ("6408410", 0.0), ("64084", 2 / 3)],
+     ("6408410", 0.0), ("64084", 2 / 3), ("<think>46, 80</think> 640842", 2 / 3)],
 )  # fmt: skip
 def test_reward_is_the_share_of_terms_before_the_first_wrong_one(completion, expected):
     task = ProgressionTask(digits=2, terms=3)

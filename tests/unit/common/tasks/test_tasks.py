@@ -33,6 +33,7 @@ def test_arithmetic_shows_every_pair_once_and_holds_some_out():
         left, right = prompt.text.rstrip("=").split("+")
         assert int(prompt.answer[::-1]) == int(left) + int(right)
     assert task.score(training[0], training[0].answer)[0].value == 1.0
+    assert task.score(training[0], f"<think>Carry</think>{training[0].answer}")[0].value == 1.0
     assert task.score(training[0], training[0].answer + "1")[0].value == 0.0
 
 

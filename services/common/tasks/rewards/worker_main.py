@@ -90,7 +90,8 @@ def main() -> None:
         signal.setitimer(signal.ITIMER_PROF, request["cpu_s"])
         try:
             reply = answer(request)
-            text = json.dumps({"used_s": time.process_time() - began_s, **reply})
+            # Escaped, a character beyond U+FFFF takes 12 bytes in place of 4.
+            text = json.dumps({"used_s": time.process_time() - began_s, **reply}, ensure_ascii=False)
         except BaseException as error:  # noqa: BLE001 - reported to the parent, which raises it; sys.exit too
             kinds = {"is_full": isinstance(error, MemoryError), "is_outage": isinstance(error, _OUTAGES)}
             text = json.dumps({"error": words_of(error), **kinds})
@@ -101,7 +102,7 @@ def main() -> None:
 
 def _write_line(out: Any, text: str) -> None:
     try:
-        out.write(text.encode() + b"\n")
+        out.write(text.encode(errors="surrogatepass") + b"\n")
     except BrokenPipeError:
         # The parent was killed.
         os._exit(0)

@@ -371,7 +371,7 @@ def test_an_observation_that_is_too_long_ends_the_episode(opened):
             episode.step(Action("say 1001"))
     with pytest.raises(EnvironmentFailed, match=f"first messages have at most {FIRST_CHARS}"):
         episodes.open({"first": "x" * (FIRST_CHARS + 1)}, seed=1)
-    with episodes.open({"first": "\u00fc" * FIRST_CHARS}, seed=1) as episode:
+    with episodes.open({"first": "\U0001f600" * FIRST_CHARS}, seed=1) as episode:
         assert len(episode.first[0].content) == FIRST_CHARS
 
 

@@ -45,7 +45,7 @@ def span_of(ends: Sequence[tuple[float, int]]) -> Span:
 def main() -> None:
     """Run a job and print its span."""
     job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
-    parts = load_components(SamplerConfig.model_validate(job["sampler"]), scores_here=True)
+    parts = load_components(SamplerConfig.model_validate(job["sampler"]))
     try:
         base = parts.base()
         assert base is not None

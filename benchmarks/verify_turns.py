@@ -39,7 +39,7 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.environments.environment_task import environment_of
 from heterorl.common.tasks.environments.episodes import EPISODES_A_PROCESS
 from heterorl.common.tasks.task import Task, close_task
-from heterorl.common.tasks.task_config import build_task, score_in_workers
+from heterorl.common.tasks.task_config import build_task
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import NO_LORA, Contract, Digest, SiteId
@@ -182,7 +182,7 @@ def open_site(name: str, directory: Path, *, warm_steps: int) -> Iterator[Site]:
         }
     )
     prompter = Prompter.of(config)
-    task = score_in_workers(build_task(config.task), config.task)
+    task = build_task(config.task)
     try:
         replayer = Replayer(model_dir=model_dir, device="cpu", sampling=config.sampling.semantics(), lora=NO_LORA)
         engine = seeded_engine(model_dir=model_dir, prompter=prompter, sampling=config.sampling.semantics())

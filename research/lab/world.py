@@ -148,7 +148,7 @@ def _sampler(
     directory: Path,
 ) -> sampler_app.Sampler:
     config = _sampler_config(cell, number, model_dir=model_dir, directory=directory)
-    parts = assemble_sampler(config, scores_here=True)
+    parts = assemble_sampler(config)
     engine = ChargedEngine(inner=parts.engine, charge=loop.charge, group_s=group_s(cell))
     return sampler_app.join(
         config,

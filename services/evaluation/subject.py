@@ -84,7 +84,7 @@ def configured(
 def open_set(
     config: EvaluationSetConfig, *, measure: Measure | None = None, notes: Path | None = None, every_row: bool = False
 ) -> OpenSet:
-    """Load a set's task, with rewards in processes that can be killed.
+    """Load a set's task.
     `every_row` takes every row of its dataset. Raises ConfigError: its data cannot be read, or has no held-out prompts.
     """
     found = open_site_set(config, measure=measure, notes=notes, every_row=every_row)

@@ -16,7 +16,7 @@ from heterorl.common.model.model_directory import check_model_dir
 from heterorl.common.tasks.sources.dataset_files import NOTES
 from heterorl.common.tasks.sources.mixture import num_trained_on
 from heterorl.common.tasks.task import Task, close_task
-from heterorl.common.tasks.task_config import build_task, score_in_workers
+from heterorl.common.tasks.task_config import build_task
 from heterorl.common.text.conversation import Conversations, try_reward, try_task
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Contract
@@ -47,10 +47,8 @@ class Components:
     """Ends the reward processes and the engine's processes."""
 
 
-def load_components(
-    config: SamplerConfig, *, scores_here: bool = False, is_stopped: threading.Event | None = None
-) -> Components:
-    """Load model, tokenizer and task; `scores_here` scores in this process.
+def load_components(config: SamplerConfig, *, is_stopped: threading.Event | None = None) -> Components:
+    """Load model, tokenizer and task.
 
     `is_stopped` gives up the start of an engine's process.
 
@@ -61,9 +59,7 @@ def load_components(
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
     prompter = Prompter.of(config)
-    settings = with_workers(config.task)
-    task = build_task(settings, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
-    task = task if scores_here else score_in_workers(task, settings)
+    task = build_task(with_workers(config.task), measure=prompter.num_tokens, notes=config.state_dir / NOTES)
     # Before the model is loaded and before the coordinator counts on this site.
     conversations = try_task(config, task, prompter)
     if ignored := ignored_draws(config.evaluation):

@@ -25,7 +25,7 @@ from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
 from heterorl.common.generation.inference_engine import Completion, Engine, Finished, Request
 from heterorl.common.process.clock import Bell
 from heterorl.common.tasks.task import Measure, Prompt, Task, check_answer
-from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import Conversations, open_conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.token_text import TokenTexts
@@ -89,7 +89,7 @@ def open_set(
     held-out prompts.
     """
     settings = with_workers(config.task)
-    task = score_in_workers(build_task(settings, measure=measure, notes=notes, every_row=every_row), settings)
+    task = build_task(settings, measure=measure, notes=notes, every_row=every_row)
     if not task.num_evaluation_prompts:
         action = "set evaluation_size, evaluation_path or evaluation_split in its data"
         raise ConfigError("task", "has no held-out prompts", action=action)
@@ -305,7 +305,7 @@ class PromptEvaluator:
     async def _in_thread(self, of: SiteSet, function: Callable[..., _T], *arguments: Any) -> _T:
         threads = self._threads.get(of.name)
         if threads is None:
-            num_workers = int(getattr(of.task, "num_workers", 1))
+            num_workers = max(1, int(getattr(of.task, "num_workers", 1)))
             threads = self._threads[of.name] = ThreadPoolExecutor(num_workers, thread_name_prefix="evaluate")
         return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
 

@@ -14,9 +14,8 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 _TAG = re.compile(r"<(/?)think>")
 
@@ -53,15 +52,6 @@ _BY_WORTH = ((True, True), (False, True), (True, False), (False, False))
 """Closed and named first; a name counts more than an end."""
 _MAX_INDENT = 3
 """Most blanks before a closing fence beyond the indent of the opening line; with more it is code."""
-
-
-def load(_job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
-    """Worker side of exact matching: whether a completion's answer is right."""
-
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        return {"parts": {"correct": float(is_exact(request["answer"], request["completion"]))}}
-
-    return answer, {}
 
 
 def is_exact(answer: str, completion: str) -> bool:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from pydantic import Field, model_validator
 
@@ -14,7 +14,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.arithmetic import ArithmeticTask, ProgressionTask
 from heterorl.common.tasks.reward_config import HttpRewardConfig
 from heterorl.common.tasks.source_config import SourceConfig
-from heterorl.common.tasks.task import Measure, Message, Prompt, SystemPromptTask, Task, with_system
+from heterorl.common.tasks.task import Measure, Message, SystemPromptTask, Task, with_system
 
 if TYPE_CHECKING:
     from heterorl.common.tasks.sources.row_reader import Rows
@@ -230,40 +230,3 @@ def _of_source(label: str) -> Iterator[None]:
         yield
     except ConfigError as error:
         raise error.within(f"task.sources, {label}", str(error)) from error
-
-
-def score_in_workers(task: Task, config: SourceConfig) -> Task:
-    """The task, scored in worker processes; itself where it already is."""
-    from heterorl.common.tasks.rewards.function_reward import WorkerScoredTask
-    from heterorl.common.tasks.rewards.weighted import WeightedTask
-    from heterorl.common.tasks.sources.mixture import MixtureTask
-
-    if isinstance(config, TaskConfig) and config.sources:
-        assert isinstance(task, MixtureTask), "that is what was built"
-        return task.replaced([score_in_workers(*pair) for pair in zip(task.tasks, config.inherited(), strict=True)])
-    if isinstance(task, WeightedTask):
-        return task.with_own_score(
-            score_in_workers(task.inner, config.model_copy(update={"rewards": (), "reward": ""}))
-        )
-    kind = config.name.partition(":")[0]
-    has_workers = kind == "reasoning_gym" or (kind in _OF_FILES and config.match == "math_verify")
-    if config.reward or config.environment or has_workers:
-        return task
-    job: dict[str, object] = {"kind": "exact"}
-    if kind not in _OF_FILES:
-        settings = config.model_dump(mode="json", exclude={"label", "weight"})
-        job = {"kind": "task", "config": settings, "digest": task.digest}
-    return WorkerScoredTask(task, job, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers)
-
-
-def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
-    """Worker side of a built-in task's score; raises ValueError for another digest."""
-    task = build_task(TaskConfig.model_validate(job["config"]))
-    if task.digest != job["digest"]:
-        raise ValueError("the worker builds another task; install one release of its packages")
-
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        prompt = Prompt(index=request["index"], text=request["prompt"], answer=request["answer"])
-        return {"parts": {part.name: part.value for part in task.score(prompt, request["completion"])}}
-
-    return answer, {}

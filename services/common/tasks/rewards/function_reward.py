@@ -1,4 +1,4 @@
-"""Rewards of a user's function or a built-in task, in worker processes."""
+"""Rewards of a user's function, in worker processes."""
 
 from __future__ import annotations
 
@@ -132,28 +132,3 @@ class FunctionRewardTask(TaskWrapper):
 _EXAMPLE = "for example mytask.rewards:score, a function f(prompt, completion, answer) in mytask/rewards.py"
 START_IT = "start that server; a service of heterorl tries again by itself"
 _PLACES = "put the module next to the configuration file, name its directory in {}, or install it"
-
-
-class WorkerScoredTask(TaskWrapper):
-    """A task whose score is computed in worker processes; implements Task."""
-
-    def __init__(self, task: Task, job: Mapping[str, Any], *, timeout_s: float, num_workers: int) -> None:
-        """Make the pool without a worker; `job` is what a worker loads."""
-        super().__init__(task, digest=task.digest, num_workers=num_workers)
-        self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
-        self.close = self.pool.close
-
-    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        """The task's own parts; raises ConfigError where loading fails, else RewardError."""
-        request = {"index": prompt.index, "prompt": prompt.text, "answer": prompt.answer, "completion": completion}
-        try:
-            reply = self.pool.ask(request)
-        except LoadFailed as error:
-            raise ConfigError(
-                "task.name",
-                f"the process that computes rewards cannot load it: {error}",
-                action="correct the import; it must work in `python -c` with the packages of this node",
-            ) from error
-        except RewardError as error:
-            raise RewardError(f"the reward of prompt {prompt.index} failed: {error}") from error
-        return tuple(RewardPart(name=str(name), value=float(value)) for name, value in reply["parts"].items())

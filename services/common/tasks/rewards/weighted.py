@@ -141,11 +141,6 @@ class WeightedTask(TaskWrapper):
         ]
         return WeightedTask(self.inner, rewards)
 
-    def with_own_score(self, task: Task) -> WeightedTask:
-        """This task with its own score computed by `task`."""
-        rewards = [replace(reward, source=task) if reward.is_own_score else reward for reward in self.rewards]
-        return WeightedTask(task, rewards)
-
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         return _allowed(tuple(part for reward in self.rewards for part in reward.score(prompt, completion)))
 

@@ -2,8 +2,8 @@
 
 `worker_pool` starts it by `python -P worker_main.py`, and kills it.
 
-For a user's reward function it does not import heterorl, so that the user's packages meet none of ours. Environments
-and built-in tasks are loaded from heterorl. Loaded code may print; that is not an answer. The process ends with its
+For a user's reward function it does not import heterorl, so that the user's packages meet none of ours. Other jobs
+are loaded from heterorl. Loaded code may print; that is not an answer. The process ends with its
 parent.
 
 JSON lines: the first names what to load; each later one is a request with one answer.
@@ -45,9 +45,8 @@ _OUTAGES = (ConnectionError, TimeoutError)
 _SERVICES = f"{Path(__file__).parents[3]}{os.sep}"
 """Directory of heterorl's code, which is never the line that raised."""
 _MODULES = {
-    "math_verify": "rewards.math_comparison", "exact": "answer_extraction", "task": "task_config",
-    "http": "rewards.http_reward", "judge": "rewards.judge_reward", "code": "rewards.sandbox.code_reward",
-    "gym": "rewards.sandbox.gym_reward",
+    "math_verify": "rewards.math_comparison", "http": "rewards.http_reward", "judge": "rewards.judge_reward",
+    "code": "rewards.sandbox.code_reward", "gym": "rewards.sandbox.gym_reward",
 }  # fmt: skip
 """Modules below heterorl.common.tasks by kind of job; each has `load(job)`, which gives an Answer and facts. The kinds
 `function` and `environment` load user code."""

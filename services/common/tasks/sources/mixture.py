@@ -93,11 +93,6 @@ class MixtureTask:
     def tasks(self) -> tuple[Task, ...]:
         return tuple(source.task for source in self.sources)
 
-    def replaced(self, tasks: Sequence[Task]) -> MixtureTask:
-        return MixtureTask(
-            [dataclasses.replace(source, task=task) for source, task in zip(self.sources, tasks, strict=True)]
-        )
-
     def prompt(self, index: int) -> Prompt:
         number = self._number(index)
         task = self.sources[number].task

@@ -5,8 +5,7 @@ import pytest
 from heterorl.common.tasks.answer_extraction import answer_of
 from heterorl.common.tasks.rewards.answer_match import MatchedTask
 from heterorl.common.tasks.source_config import SourceConfig
-from heterorl.common.tasks.task import Prompt, close_task
-from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
+from heterorl.common.tasks.task import Prompt
 
 
 @pytest.mark.parametrize(
@@ -50,16 +49,3 @@ def test_mathematics_leave_thoughts_out():
         assert matcher.score(prompt, "<think>\\boxed{7}")[0].value == 0.0
     finally:
         matcher.close()
-
-
-@pytest.mark.process
-def test_an_exact_match_in_a_process_of_its_own_leaves_thoughts_out(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_text('{"prompt": "3+4=", "answer": 7}\n{"prompt": "1+6=", "answer": 7}\n')
-    config = TaskConfig(name=f"jsonl:{path}")
-    task = score_in_workers(build_task(config), config)
-    try:
-        assert task.score(task.prompt(0), "<think>It is 6.</think>\n7")[0].value == 1.0
-        assert task.score(task.prompt(0), "<think>7")[0].value == 0.0
-    finally:
-        close_task(task)

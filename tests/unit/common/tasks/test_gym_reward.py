@@ -17,7 +17,7 @@ from heterorl.common.tasks.rewards.sandbox import bubblewrap, gym_reward
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 from heterorl.common.tasks.task import SystemPromptTask, close_task
-from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 
 pytestmark = pytest.mark.process
 
@@ -25,7 +25,7 @@ COUNTDOWN = TaskConfig(name="reasoning_gym:countdown", size=8, evaluation_size=4
 
 
 def opened(settings=COUNTDOWN):
-    return score_in_workers(build_task(settings), settings)
+    return build_task(settings)
 
 
 @pytest.fixture(scope="module")
@@ -417,15 +417,15 @@ def test_no_score_is_computed_where_questions_are_made():
     """The service makes questions with the package itself; of completions it sees the score."""
     code = (
         "import json, reasoning_gym.games.countdown as c\n"
-        "from heterorl.common.tasks.task_config import TaskConfig, score_in_workers, build_task\n"
+        "from heterorl.common.tasks.task_config import TaskConfig, build_task\n"
         "from heterorl.common.tasks.task import close_task\n"
         "def refuse(*_, **__): raise SystemExit('scored here')\n"
         "c.CountdownDataset.score_answer = refuse\n"
         "config = TaskConfig(name='reasoning_gym:countdown', size=8, evaluation_size=4, reward_timeout_s=20.0)\n"
         "task = build_task(config)\n"
-        "print(json.dumps([each.score(each.prompt(0), '1')[0].value for each in (task, score_in_workers(task, config))]))\n"
+        "print(json.dumps(task.score(task.prompt(0), '1')[0].value))\n"
         "close_task(task)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
-    assert json.loads(done.stdout) == [0.05, 0.05]
+    assert json.loads(done.stdout) == 0.05

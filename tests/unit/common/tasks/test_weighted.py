@@ -7,9 +7,8 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.process.config_file import InvalidConfig, load
-from heterorl.common.tasks.rewards.function_reward import WorkerScoredTask
-from heterorl.common.tasks.task import close_task, score_group
-from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
+from heterorl.common.tasks.task import close_task
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import MAX_REWARD_PARTS, RewardPart, total_reward, weighted_sum
 from heterorl.learner.learner_config import LearnerConfig
 
@@ -63,20 +62,6 @@ def test_parts_that_add_up_to_one_make_a_reward_of_one_in_any_order():
         with pytest.raises(RewardError, match=r"at most 1e\+06 either way is trained on"):
             total_reward([RewardPart(name="x", value=value)])
     assert math.isnan(total_reward([RewardPart(name="x", value=math.nan)]))
-
-
-@pytest.mark.process
-def test_the_tasks_own_score_is_computed_in_a_process_where_the_others_are(place):
-    config = settings(place, MATCH, BRIEF, reward_workers=2)
-    task = score_in_workers(build_task(config), config)
-    prompt = task.prompt(3)
-    try:
-        assert isinstance(task.rewards[0].source, WorkerScoredTask)
-        assert task.num_workers == 2
-        assert [parts[0].value for parts in score_group(task, prompt, [prompt.answer, "x"])] == [1.0, 0.0]
-        assert task.digest == build_task(config).digest
-    finally:
-        close_task(task)
 
 
 @pytest.mark.process

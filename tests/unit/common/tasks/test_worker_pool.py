@@ -1,4 +1,4 @@
-"""A task's own score in processes: the same parts, one time limit, no more processes than are needed."""
+"""Answers of worker processes: one time limit, no more processes than are needed."""
 
 import os
 import threading
@@ -6,98 +6,11 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.errors import RewardError
 from heterorl.common.tasks.rewards import worker_pool
-from heterorl.common.tasks.rewards.function_reward import WorkerScoredTask
 from heterorl.common.tasks.rewards.worker_pool import WorkerPool
-from heterorl.common.tasks.task import close_task
-from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
 
 pytestmark = pytest.mark.process
-
-
-def settings_of(tmp_path, kind):
-    if kind != "jsonl":
-        return TaskConfig(name=kind, reward_timeout_s=20)
-    path = tmp_path / "data.jsonl"
-    path.write_text("".join(f'{{"prompt": "{n}+1=", "answer": " {n + 1}"}}\n' for n in range(8)))
-    return TaskConfig(name=f"jsonl:{path}", reward_timeout_s=20)
-
-
-@pytest.mark.parametrize("kind", ["arithmetic", "progression", "jsonl"])
-def test_scores_are_those_of_the_task_itself(tmp_path, kind):
-    settings = settings_of(tmp_path, kind)
-    task = build_task(settings)
-    elsewhere = score_in_workers(task, settings)
-    assert isinstance(elsewhere, WorkerScoredTask)
-    try:
-        prompt = task.prompt(1)
-        for completion in (prompt.answer, f" {prompt.answer}\n", prompt.answer[:-1], "no", ""):
-            assert elsewhere.score(prompt, completion) == task.score(prompt, completion)
-        held_out = task.evaluation_prompt(0)
-        assert elsewhere.score(held_out, held_out.answer) == task.score(held_out, held_out.answer)
-    finally:
-        close_task(elsewhere)
-    assert (elsewhere.digest, elsewhere.num_prompts) == (task.digest, task.num_prompts)
-
-
-def test_task_that_already_scores_in_processes_stays_as_it_is(tmp_path):
-    settings = settings_of(tmp_path, "jsonl").model_copy(update={"match": "math_verify"})
-    task = build_task(settings)
-
-    assert score_in_workers(task, settings) is task
-
-
-def test_task_of_another_release_is_refused():
-    task = build_task(TaskConfig())
-    elsewhere = score_in_workers(task, TaskConfig(digits=4))
-    with pytest.raises(ConfigError, match="the worker builds another task"):
-        elsewhere.score(task.prompt(0), "1")
-    close_task(elsewhere)
-
-
-def test_process_that_cannot_be_started_again_costs_one_reward(monkeypatch):
-    settings = TaskConfig(reward_timeout_s=20)
-    elsewhere = score_in_workers(build_task(settings), settings)
-    prompt = elsewhere.prompt(0)
-    elsewhere.score(prompt, prompt.answer)
-    for worker in elsewhere.pool.workers:
-        worker.close()
-
-    def refuse(*args, **kwargs):
-        raise BlockingIOError("no more processes")
-
-    with monkeypatch.context() as patch:
-        patch.setattr("subprocess.Popen", refuse)
-        with pytest.raises(RewardError, match="no more processes"):
-            elsewhere.score(prompt, prompt.answer)
-    with monkeypatch.context() as patch:
-        patch.setattr(elsewhere.pool.workers[0], "_job", {"kind": "task", "digest": "of another"})
-        for worker in elsewhere.pool.workers:
-            patch.setattr(worker, "_job", {"kind": "nothing"})
-        with pytest.raises(RewardError):
-            elsewhere.score(prompt, prompt.answer)
-    elsewhere.score(prompt, prompt.answer)
-    close_task(elsewhere)
-
-
-def test_score_that_is_stopped_is_killed_and_the_next_one_is_computed(monkeypatch):
-    settings = TaskConfig(reward_timeout_s=60.0)
-    elsewhere = score_in_workers(build_task(settings), settings)
-    prompt = elsewhere.prompt(0)
-    elsewhere.score(prompt, prompt.answer)
-    worker = elsewhere.pool.workers[0].process
-    # As a verifier that hangs: it answers nothing.
-    os.kill(worker.pid, 19)
-    try:
-        with monkeypatch.context() as patch:
-            patch.setattr(elsewhere.pool.workers[0], "timeout_s", 0.5)
-            with pytest.raises(RewardError, match="no answer in 0.5 s"):
-                elsewhere.score(prompt, prompt.answer)
-        assert elsewhere.score(prompt, prompt.answer)[0].value == 1.0
-    finally:
-        close_task(elsewhere)
-    assert worker.poll() is not None
 
 
 MODULE = """
@@ -124,6 +37,41 @@ def pool_of(tmp_path, num_workers=1, import_s=0.0, **limits):
 
 def asked(tmp_path, count, name="{pid}"):
     return {"prompt": str(tmp_path / "files"), "completion": str(count), "answer": name}
+
+
+def test_process_that_cannot_be_started_again_costs_one_reward(tmp_path, monkeypatch):
+    pool = pool_of(tmp_path)
+    pool.start()
+
+    def refuse(*args, **kwargs):
+        raise BlockingIOError("no more processes")
+
+    pool.workers[0].close()
+    with monkeypatch.context() as patch:
+        patch.setattr("subprocess.Popen", refuse)
+        with pytest.raises(RewardError, match="no more processes"):
+            pool.ask(asked(tmp_path, 1))
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.workers[0], "_job", {"kind": "nothing"})
+        with pytest.raises(RewardError, match="does not start again"):
+            pool.ask(asked(tmp_path, 1))
+    assert pool.ask(asked(tmp_path, 1))["parts"] == {"reward": 1.0}
+    pool.close()
+
+
+def test_an_answer_that_is_stopped_is_killed_and_the_next_one_is_computed(tmp_path, monkeypatch):
+    pool = pool_of(tmp_path)
+    pool.start()
+    process = pool.workers[0].process
+    # As a verifier that hangs: it answers nothing.
+    os.kill(process.pid, 19)
+    with monkeypatch.context() as patch:
+        patch.setattr(pool.workers[0], "timeout_s", 0.5)
+        with pytest.raises(RewardError, match="no answer in 0.5 s"):
+            pool.ask(asked(tmp_path, 1))
+    assert pool.ask(asked(tmp_path, 1))["parts"] == {"reward": 1.0}
+    pool.close()
+    assert process.poll() is not None
 
 
 def test_another_process_starts_only_where_those_that_run_are_not_enough(tmp_path):

@@ -19,7 +19,7 @@ from heterorl.common.tasks.environments.environment_task import (
     seed_of,
 )
 from heterorl.common.tasks.task import Message, Prompt, close_task
-from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import try_prompts, try_reward
 from heterorl.common.text.prompter import Prompter
 from heterorl.learner.learner_config import LearnerConfig
@@ -96,7 +96,7 @@ def made(place):
     def make(environment="games:Game", **changes):
         keys = {"name": "seeds", "size": 5, "evaluation_size": 3, "environment_path": str(place), **changes}
         config = TaskConfig(environment=environment, **keys)
-        tasks.append(score_in_workers(build_task(config), config))
+        tasks.append(build_task(config))
         return tasks[-1]
 
     yield make
@@ -340,7 +340,7 @@ def test_a_mixture_has_sources_with_and_without_environments(place):
         {"label": "judged", "name": f"jsonl:{place}/rows.jsonl", "rewards": [{"name": "match", "kind": "match"}]},
     )
     config = TaskConfig(name="mixture", sources=sources, environment="games:Game", environment_path=str(place))
-    task = score_in_workers(build_task(config), config)
+    task = build_task(config)
     found = {}
     for index in range(task.num_prompts):
         found.setdefault(task.source_of(index), index)

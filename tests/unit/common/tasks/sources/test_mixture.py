@@ -18,8 +18,8 @@ from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.rewards.worker_pool import NearLimit
 from heterorl.common.tasks.sources import mixture as mixture_module
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source, num_trained_on
-from heterorl.common.tasks.task import Doubts, close_task, source_of
-from heterorl.common.tasks.task_config import TaskConfig, build_task, score_in_workers
+from heterorl.common.tasks.task import Doubts, source_of
+from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.train.completion_stats import by_source
 from tests.support.learner_world import make_group
@@ -100,20 +100,6 @@ def test_digest_depends_on_sources_and_weights_and_not_on_labels():
     assert build_task(mixture({**SMALL, "label": "other"}, LONG)).digest == base
     assert build_task(mixture({**SMALL, "weight": 2}, LONG)).digest != base
     assert build_task(mixture({**SMALL, "digits": 2}, LONG)).digest != base
-
-
-@pytest.mark.process
-def test_samplers_score_each_source_in_processes_of_its_own():
-    config = mixture(SMALL, {**LONG, "system_prompt": "Go on."}, reward_timeout_s=30.0)
-    task = score_in_workers(build_task(config), config)
-    try:
-        assert task.digest == build_task(config).digest
-        assert task.num_workers == 2
-        for index in (0, task.num_prompts - 1):
-            prompt = task.prompt(index)
-            assert task.score(prompt, prompt.answer)[0].value == 1.0
-    finally:
-        close_task(task)
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,6 @@ import random
 import resource
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +18,7 @@ import numpy as np
 
 from heterorl.common.tasks.environments.environment import Action, Environment, Observation, Reset, Step, ToolCall
 from heterorl.common.tasks.environments.tools import ToolEnvironment, column_names, functions_of, schemas_of
+from heterorl.common.tasks.rewards.worker_main import numbers_of
 from heterorl.common.tasks.task import ROLES
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
@@ -120,7 +120,7 @@ class LiveEpisodes:
             bound = f"task.max_observation_chars is {self._most}"
             messages = self._written(observation.messages, OBSERVED, most=self._most, bound=bound)
             return {"messages": messages, "done": bool(observation.done)}
-        return {"parts": _parts(environment.score())}
+        return {"parts": numbers_of(environment.score())}
 
     def _opened(self, number: int, row: Any, seed: int) -> dict[str, Any]:
         random.seed(seed)
@@ -172,18 +172,6 @@ def _message(entry: Any, roles: Sequence[str]) -> list[str]:
     # Raises for half a surrogate pair.
     f"{content}{name}".encode()
     return [role, content, name]
-
-
-def _parts(value: Any) -> dict[str, float]:
-    parts = value if isinstance(value, Mapping) else {"reward": value}
-    return {str(name): _number(part) for name, part in parts.items()}
-
-
-def _number(part: Any) -> float:
-    if not isinstance(part, str | bytes):
-        with suppress(TypeError):
-            return float(part)
-    raise ValueError(f"score returned {part!r:.80}, and no number")
 
 
 def _action(written: Mapping[str, Any]) -> Action:

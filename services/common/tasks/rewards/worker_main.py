@@ -267,15 +267,13 @@ class Calling:
         """Values of one completion, by name.
 
         `request` has prompt, completion, answer, messages, whole (the completion with its thoughts), and columns if
-        any. Raises ValueError if the function returned text, or no list of one number where it is called with lists.
+        any. Raises ValueError for other than numbers, or a list of one number where it is called with lists.
         """
         if self._is_batch:
             return {"reward": _number(self._of_batch(request))}
         columns = {name: value for name, value in request.get("columns", {}).items() if name not in self._taken}
         named = {name: request[name] for name in self._own} | columns
-        value = self._function(*[request[name] for name in _NAMES[: self._num_in_order]], **named)
-        parts = value if isinstance(value, dict) else {"reward": value}
-        return {str(part): _number(number) for part, number in parts.items()}
+        return numbers_of(self._function(*[request[name] for name in _NAMES[: self._num_in_order]], **named))
 
     def _of_batch(self, request: Mapping[str, Any]) -> Any:
         prompt, completion = request["prompt"], request["whole"]
@@ -290,15 +288,20 @@ class Calling:
             (value,) = values
         except (TypeError, ValueError):
             raise ValueError(f"it was asked for a list of one number, and returned {values!r:.80}") from None
-        if value is None:
-            raise ValueError("it returned None for a completion, and no number")
         return value
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, str | bytes):
-        raise ValueError(f"it returned the text {value!r:.80}, and no number")
-    return float(value)
+def numbers_of(value: Any) -> dict[str, float]:
+    """Named parts that user code returned; raises ValueError for other than numbers."""
+    parts = value if isinstance(value, Mapping) else {"reward": value}
+    return {str(name): _number(part) for name, part in parts.items()}
+
+
+def _number(part: Any) -> float:
+    if not isinstance(part, str | bytes):
+        with contextlib.suppress(TypeError):
+            return float(part)
+    raise ValueError(f"it returned {part!r:.80}, and no number")
 
 
 def _is_in_order(names: Sequence[str], count: int) -> bool:

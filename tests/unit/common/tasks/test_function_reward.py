@@ -522,7 +522,7 @@ def test_what_a_reward_cannot_be_given_is_said_at_the_start_or_by_its_name(tmp_p
     for reward, words in (
         ("trl_none", "returned None"),
         ("trl_number", "a list of one number, and returned 1.0"),
-        ("as_text", "returned the text '0.7', and no number"),
+        ("as_text", "returned '0.7', and no number"),
     ):
         task = formed(tmp_path, reward)
         try:

@@ -584,7 +584,7 @@ def test_a_wrong_value_names_no_line_of_heterorl(opened):
     ):
         opened("play:Later").open({}, seed=1)
     with opened().open({"score": None}, seed=1) as episode:
-        with pytest.raises(EnvironmentFailed, match="score: ValueError: score returned None, and no number$"):
+        with pytest.raises(EnvironmentFailed, match="score: ValueError: it returned None, and no number$"):
             episode.score()
 
 

@@ -123,11 +123,11 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
 
         task = ReasoningGymTask(argument, config)
     elif kind == "seeds" and not argument:
-        from heterorl.common.tasks.environments.environment_task import SeedsTask
+        from heterorl.common.tasks.environments.environment_task import seeds_task
 
         if not config.environment:
             raise ConfigError("task.name", "seeds are prompts of an environment", action="set task.environment")
-        task = SeedsTask(size=config.size, evaluation_size=config.evaluation_size, seed=config.seed)
+        task = seeds_task(size=config.size, evaluation_size=config.evaluation_size, seed=config.seed)
     elif kind in _OF_FILES and argument:
         from heterorl.common.tasks.sources.rows_task import RowsTask
 
@@ -169,7 +169,7 @@ def _with_system(measure: Measure, text: str) -> Measure:
 
 
 def _with_environment(task: Task, config: SourceConfig) -> Task:
-    from heterorl.common.tasks.environments.environment_task import EnvironmentTask, EpisodeLimits, NumbersTask
+    from heterorl.common.tasks.environments.environment_task import EnvironmentTask, EpisodeLimits, numbers_task
     from heterorl.common.tasks.environments.episodes import Episodes
 
     if config.reward or config.rewards:
@@ -186,7 +186,7 @@ def _with_environment(task: Task, config: SourceConfig) -> Task:
             if config.name != "seeds":
                 problem = f"{config.environment} brings its own data set, but the prompts are {config.name}"
                 raise ConfigError("task.name", problem, action='set it to "seeds"')
-            task = NumbersTask(num_rows=episodes.num_rows, size=config.size, evaluation_size=config.evaluation_size)
+            task = numbers_task(num_rows=episodes.num_rows, size=config.size, evaluation_size=config.evaluation_size)
         return EnvironmentTask(task, episodes, limits, seed=config.seed, system_prompt=config.system_prompt)
     except ConfigError:
         episodes.close()

@@ -226,54 +226,47 @@ def _row(prompt: Prompt) -> dict[str, Any]:
     return {**row, **{name: text for name, text in (("prompt", prompt.text), ("answer", prompt.answer)) if text}}
 
 
-class SeedsTask:
-    """Rows of one seed each, for environments without data; implements Task."""
-
-    def __init__(self, *, size: int, evaluation_size: int, seed: int) -> None:
-        self.num_prompts, self.num_evaluation_prompts, self._seed = size, evaluation_size, seed
-        self.digest: Digest = bytes_digest(f"seeds 1 {size} {evaluation_size} {seed}".encode())
-
-    def prompt(self, index: int) -> Prompt:
-        return self._prompt(index, is_held_out=False)
-
-    def evaluation_prompt(self, index: int) -> Prompt:
-        return self._prompt(index, is_held_out=True)
-
-    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:  # noqa: ARG002 - of the Protocol
-        raise RewardError("rows of seeds have no score of their own")
-
-    def _prompt(self, index: int, *, is_held_out: bool) -> Prompt:
-        seed = seed_of(index, is_held_out=is_held_out, seed=self._seed)
-        return Prompt(index=index, text="", answer="", columns={"seed": seed})
-
-
+@dataclass(kw_only=True)
 class NumbersTask:
-    """Numbers of the tasks of an environment's data set; implements Task.
+    """Rows of one number each, without text; implements Task."""
 
-    The first ones are for training, the last ones are held out.
-    """
-
-    def __init__(self, *, num_rows: int | None, size: int, evaluation_size: int) -> None:
-        """Divide `num_rows` rows, None for endless ones.
-
-        Raises ConfigError if none is left for training.
-        """
-        total = size + evaluation_size if num_rows is None else num_rows
-        if total <= evaluation_size:
-            problem = f"the data set of the environment has {total} tasks, and {evaluation_size} are held out"
-            raise ConfigError(
-                "task.evaluation_size", problem, action=f"set it below {total}, or take a larger data set"
-            )
-        self.num_prompts, self.num_evaluation_prompts = min(size, total - evaluation_size), evaluation_size
-        self._total = total
-        self.digest: Digest = bytes_digest(f"numbers 1 {total} {size} {evaluation_size}".encode())
+    num_prompts: int
+    num_evaluation_prompts: int
+    digest: Digest
+    columns: Callable[[int, bool], dict[str, int]]
+    """The row at a position; true for held-out ones."""
 
     def prompt(self, index: int) -> Prompt:
-        return Prompt(index=index, text="", answer="", columns={"task": index})
+        return Prompt(index=index, text="", answer="", columns=self.columns(index, False))
 
     def evaluation_prompt(self, index: int) -> Prompt:
-        number = self._total - self.num_evaluation_prompts + index
-        return Prompt(index=index, text="", answer="", columns={"task": number})
+        return Prompt(index=index, text="", answer="", columns=self.columns(index, True))
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:  # noqa: ARG002 - of the Protocol
         raise RewardError("rows of numbers have no score of their own")
+
+
+def seeds_task(*, size: int, evaluation_size: int, seed: int) -> NumbersTask:
+    """Rows of one seed each, for environments without data."""
+    return NumbersTask(
+        num_prompts=size, num_evaluation_prompts=evaluation_size,
+        digest=bytes_digest(f"seeds 1 {size} {evaluation_size} {seed}".encode()),
+        columns=lambda index, is_held_out: {"seed": seed_of(index, is_held_out=is_held_out, seed=seed)},
+    )  # fmt: skip
+
+
+def numbers_task(*, num_rows: int | None, size: int, evaluation_size: int) -> NumbersTask:
+    """Numbers of the tasks of an environment's data set; the last are held out.
+
+    `num_rows` is None for endless ones. Raises ConfigError if none is left for training.
+    """
+    total = size + evaluation_size if num_rows is None else num_rows
+    num_left = total - evaluation_size
+    if num_left <= 0:
+        problem = f"the data set of the environment has {total} tasks, and {evaluation_size} are held out"
+        raise ConfigError("task.evaluation_size", problem, action=f"set it below {total}, or take a larger data set")
+    return NumbersTask(
+        num_prompts=min(size, num_left), num_evaluation_prompts=evaluation_size,
+        digest=bytes_digest(f"numbers 1 {total} {size} {evaluation_size}".encode()),
+        columns=lambda index, is_held_out: {"task": index + num_left * is_held_out},
+    )  # fmt: skip

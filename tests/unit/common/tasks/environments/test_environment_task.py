@@ -13,9 +13,9 @@ from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.environment_task import (
     EnvironmentTask,
     EpisodeLimits,
-    NumbersTask,
     environment_of,
     environments_of,
+    numbers_task,
     seed_of,
 )
 from heterorl.common.tasks.task import Message, Prompt, close_task
@@ -128,7 +128,7 @@ def test_no_held_out_seed_is_a_training_seed_whatever_their_number():
 
 def test_numbers_hold_out_the_last_tasks_of_a_data_set():
     def tasks(**changes):
-        task = NumbersTask(**{"num_rows": 10, "size": 100, "evaluation_size": 3, **changes})
+        task = numbers_task(**{"num_rows": 10, "size": 100, "evaluation_size": 3, **changes})
         held = [task.evaluation_prompt(index).columns["task"] for index in range(task.num_evaluation_prompts)]
         return [task.prompt(index).columns["task"] for index in range(task.num_prompts)], held
 
@@ -159,7 +159,7 @@ def test_a_process_builds_an_endless_data_set_before_its_episodes(monkeypatch):
     assert built == [*range(7)]
     assert json.dumps(facts)
     # The first held-out task, behind 4 for training, builds no other.
-    number = NumbersTask(num_rows=None, size=4, evaluation_size=3).evaluation_prompt(0).columns["task"]
+    number = numbers_task(num_rows=None, size=4, evaluation_size=3).evaluation_prompt(0).columns["task"]
     played.task(number)
     assert built == [*range(7)]
     with pytest.raises(ValueError, match="its data set ends after 9 tasks of 12: lower task.size"):
@@ -312,7 +312,7 @@ def test_digest_is_of_what_nodes_must_agree_on(made, changes, is_other):
 
 
 def test_digest_is_of_the_system_prompt_where_the_environment_has_the_rows(made):
-    limits, rows = EpisodeLimits(max_turns=2, trajectory_s=9.0), NumbersTask(num_rows=9, size=4, evaluation_size=2)
+    limits, rows = EpisodeLimits(max_turns=2, trajectory_s=9.0), numbers_task(num_rows=9, size=4, evaluation_size=2)
     (game,) = environments_of(made())
 
     tasks = [EnvironmentTask(rows, game, limits, seed=0, system_prompt=words) for words in ("", "", "Be brief.")]

@@ -9,7 +9,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError, EnvironmentFailed, ToolLost
 from heterorl.common.tasks.environments.environment import Action, ToolCall
-from heterorl.common.tasks.environments.environment_task import EnvironmentTask, EpisodeLimits, SeedsTask
+from heterorl.common.tasks.environments.environment_task import EnvironmentTask, EpisodeLimits, seeds_task
 from heterorl.common.tasks.environments.episodes import Episodes
 from heterorl.common.tasks.task import Message
 
@@ -164,7 +164,7 @@ def opened(tmp_path):
 
 def task_of(episodes):
     limits = EpisodeLimits(max_turns=4, trajectory_s=60.0)
-    return EnvironmentTask(SeedsTask(size=4, evaluation_size=2, seed=1), episodes, limits, seed=1)
+    return EnvironmentTask(seeds_task(size=4, evaluation_size=2, seed=1), episodes, limits, seed=1)
 
 
 def said(observation):

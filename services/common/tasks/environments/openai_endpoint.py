@@ -35,8 +35,6 @@ MODEL = "policy"
 """Name of the only model; other names are accepted."""
 MAX_BODY_BYTES = 16 << 20
 """Largest request, checked before parsing."""
-MAX_LINE_BYTES, MAX_TRAILERS = 1024, 64
-"""Bytes of a chunk's size line, and lines after the last chunk."""
 KEEPALIVE_S = 10.0
 """Seconds between comments in a stream that waits for its turn."""
 _CHAT, _MODELS = "/v1/chat/completions", "/v1/models"
@@ -230,26 +228,11 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(b"data: [DONE]\n\n")
 
     def _body(self) -> Any:
-        is_chunked = self.headers.get("Transfer-Encoding", "").strip().lower() == "chunked"
-        size = "" if is_chunked else self.headers.get("Content-Length", "")
-        content = self._joined_chunks() if is_chunked else self.rfile.read(_size(size, 10))
+        content = self.rfile.read(_size(self.headers.get("Content-Length", "")))
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
             raise RequestRefused(f"the body is not JSON: {error}") from None
-
-    def _joined_chunks(self) -> bytearray:
-        """A body without a stated length, to its end."""
-        content = bytearray()
-        while size := _size(self.rfile.readline(MAX_LINE_BYTES).partition(b";")[0].strip().decode("latin-1"), 16):
-            _size(str(len(content) + size), 10)
-            content += self.rfile.read(size)
-            self.rfile.readline(MAX_LINE_BYTES)
-        # Trailers, up to an empty line.
-        for _ in range(MAX_TRAILERS):
-            if not self.rfile.readline(MAX_LINE_BYTES).strip():
-                return content
-        raise RequestRefused("a request has no trailers")
 
     def _send(self, status: int, body: Any) -> None:
         content = json.dumps(body).encode()
@@ -262,10 +245,10 @@ class _Handler(BaseHTTPRequestHandler):
         self.wfile.write(content)
 
 
-def _size(digits: str, base: int) -> int:
-    """Stated bytes of a body or a chunk; raises RequestRefused."""
-    if not re.fullmatch("[0-9]+" if base == 10 else "[0-9A-Fa-f]+", digits):
-        raise RequestRefused("a request needs a Content-Length, or chunks with their sizes", status=411)
-    if len(digits.lstrip("0")) > len(str(MAX_BODY_BYTES)) or int(digits, base) > MAX_BODY_BYTES:
+def _size(digits: str) -> int:
+    """Stated bytes of a body; raises RequestRefused."""
+    if not re.fullmatch("[0-9]+", digits):
+        raise RequestRefused("a request needs a Content-Length", status=411)
+    if len(digits.lstrip("0")) > len(str(MAX_BODY_BYTES)) or int(digits) > MAX_BODY_BYTES:
         raise RequestRefused(f"a request has at most {MAX_BODY_BYTES} bytes", status=413)
-    return int(digits, base)
+    return int(digits)

@@ -84,7 +84,7 @@ class Episodes:
             "max_observation_chars": max_observation_chars, "num_rows": num_rows,
         }  # fmt: skip
         self._pool = WorkerPool(
-            job, timeout_s=PATIENCE * step_timeout_s, cpu_s=step_timeout_s, num_workers=num_processes, start_after_s=0.0
+            job, timeout_s=PATIENCE * step_timeout_s, cpu_s=step_timeout_s, num_workers=num_processes
         )
         try:
             facts = loaded_facts(self._pool, name, key=_KEY, path_key="task.environment_path")

@@ -34,8 +34,6 @@ START_TIMEOUT_S = 300.0
 PATIENCE = 4.0
 """Seconds by the clock for each second of processor time."""
 MAX_REPLY_BYTES = 1 << 20
-START_AFTER_S = 0.25
-"""About the cost of a start: callers wait that long for a running process."""
 MAX_WORDS = 600
 """Longest error with its line, characters."""
 CHANGED = "its files changed since the start: put them back, or restart this process"
@@ -174,28 +172,17 @@ class WorkerProcess:
 class WorkerPool:
     """Worker processes of one kind; callers wait for a free one."""
 
-    def __init__(
-        self,
-        job: Mapping[str, Any],
-        *,
-        timeout_s: float,
-        cpu_s: float = 0.0,
-        num_workers: int = 1,
-        start_after_s: float = START_AFTER_S,
-    ) -> None:
+    def __init__(self, job: Mapping[str, Any], *, timeout_s: float, cpu_s: float = 0.0, num_workers: int = 1) -> None:
         """Make the workers; requests start their processes.
 
         `job` is what a worker loads (`worker_main.py`). An answer takes at most `timeout_s` by the clock and `cpu_s` of
-        processor time; 0 is no bound. Another process starts after a caller waited `start_after_s`.
+        processor time; 0 is no bound.
         """
-        self._start_after_s = start_after_s
         first: dict[str, Any] = {}
         self.workers = [WorkerProcess(job, timeout_s=timeout_s, cpu_s=cpu_s, first=first) for _ in range(num_workers)]
         self._idle = list(reversed(self.workers))
         self._running: list[WorkerProcess] = []
         self._changed = threading.Condition()
-        self._num_waiting = 0
-        self._busy_since: float | None = None
         self._is_closed = False
         self._has_loaded = False
 
@@ -249,25 +236,11 @@ class WorkerPool:
     def take(self) -> WorkerProcess:
         """A running process, or one to start where none is free."""
         with self._changed:
-            if self._running and not self._num_waiting:
-                self._busy_since = None
-            elif not self._running and len(self._idle) < len(self.workers):
-                self._wait()
+            self._changed.wait_for(lambda: self._running or self._idle or self._is_closed)
             if self._is_closed:
                 raise RewardError("the pool of reward workers is closed")
             # Last used first.
             return (self._running or self._idle).pop()
-
-    def _wait(self) -> None:
-        self._num_waiting += 1
-        self._busy_since = self._busy_since or time.monotonic()
-        while not (self._running or self._is_closed):
-            left_s = self._busy_since + self._start_after_s - time.monotonic()
-            if self._idle and left_s <= 0:
-                self._busy_since = time.monotonic()
-                break
-            self._changed.wait(left_s if self._idle else None)
-        self._num_waiting -= 1
 
 
 def _signal(process: subprocess.Popen[bytes]) -> None:

@@ -135,7 +135,7 @@ def test_the_wait_for_a_free_worker_counts_against_no_answer(tmp_path, monkeypat
             threading.Event().wait(0.01)
         second = threads.submit(pool.ask, asked(tmp_path, 4, "second"))
         with pool._changed:
-            while not pool._num_waiting:
+            while not pool._changed._waiters:
                 pool._changed.wait(0.01)
         # Each in its own time, and both together not.
         clock.now_s += 500.0
@@ -165,7 +165,7 @@ def test_closed_pool_answers_nobody_and_starts_nothing(tmp_path):
     for caller in callers:
         caller.start()
     with pool._changed:
-        while pool._running or not pool._num_waiting:
+        while pool._running or not pool._changed._waiters:
             pool._changed.wait(0.01)
     pool.close()
     for caller in callers:

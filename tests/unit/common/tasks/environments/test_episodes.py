@@ -465,7 +465,7 @@ def test_who_begins_beyond_the_processes_waits_for_one(opened):
     with ThreadPoolExecutor(1) as thread:
         second = thread.submit(episodes.open, {}, 2)
         with episodes._pool._changed:
-            while not episodes._pool._num_waiting:
+            while not episodes._pool._changed._waiters:
                 episodes._pool._changed.wait(0.01)
         assert not second.done()
         first.close()

@@ -204,7 +204,7 @@ def _packages(service: str, config: Any) -> Iterator[tuple[str, str]]:
 def counted(task: Any, prompter: Any) -> str:
     """Number of a task's prompts, and the longest of a sample."""
     from heterorl.common.tasks.environments.environment_task import environments_of
-    from heterorl.common.tasks.sources.cells import lengths_of
+    from heterorl.common.tasks.sources.row_reader import lengths_of
 
     num = NUM_RESET if environments_of(task) else NUM_COUNTED
     indices = sorted({number * task.num_prompts // num for number in range(num)})

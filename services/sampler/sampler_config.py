@@ -12,7 +12,7 @@ from heterorl.common.identity.signing import PublicKey
 from heterorl.common.model.contract import ContractConfig
 from heterorl.common.process.config_file import Config, checked
 from heterorl.common.process.tracing import TracingConfig
-from heterorl.common.tasks.reward_config import Directory
+from heterorl.common.tasks.source_config import Directory
 from heterorl.common.types.common import LogprobMode
 from heterorl.sampler.delay import DelayConfig, NoDelay
 from heterorl.sampler.vllm_limits import check_limits

@@ -12,8 +12,7 @@ from pydantic import Field, model_validator
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.arithmetic import ArithmeticTask, ProgressionTask
-from heterorl.common.tasks.reward_config import HttpRewardConfig
-from heterorl.common.tasks.source_config import SourceConfig
+from heterorl.common.tasks.source_config import HttpRewardConfig, SourceConfig
 from heterorl.common.tasks.task import Measure, Message, SystemPromptTask, Task, with_system
 
 if TYPE_CHECKING:
@@ -146,7 +145,7 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
 def _opened(kind: str, argument: str, config: SourceConfig, notes: Path | None) -> tuple[Rows, Rows | None]:
     """Rows of files, and of held-out ones if they are named."""
     from heterorl.common.tasks.sources.dataset_files import open_parquet, open_repository
-    from heterorl.common.tasks.sources.json_lines import JsonLines
+    from heterorl.common.tasks.sources.row_reader import JsonLines
 
     if kind == "hf":
         if config.evaluation_path:

@@ -15,7 +15,7 @@ from pydantic import Field, JsonValue, model_validator
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config_file import Config
-from heterorl.common.tasks.reward_config import Directory
+from heterorl.common.tasks.source_config import Directory
 
 Denominator = Literal["contraharmonic", "arithmetic", "geometric", "leave_one_out"]
 Advantage = Literal["mean", "mean_std", "beta"]

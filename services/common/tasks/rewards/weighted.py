@@ -14,18 +14,18 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.tasks.reward_config import (
+from heterorl.common.tasks.rewards.function_reward import FunctionReward
+from heterorl.common.tasks.rewards.remote_reward import RemoteReward, Terms
+from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward
+from heterorl.common.tasks.source_config import (
     CodeRewardConfig,
     FunctionRewardConfig,
     HttpRewardConfig,
     JudgeRewardConfig,
     MatchRewardConfig,
     RewardConfig,
+    SourceConfig,
 )
-from heterorl.common.tasks.rewards.function_reward import FunctionReward
-from heterorl.common.tasks.rewards.remote_reward import RemoteReward, Terms
-from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward
-from heterorl.common.tasks.source_config import SourceConfig
 from heterorl.common.tasks.task import (
     WHOLE,
     AnswerProblem,

@@ -1,17 +1,22 @@
-"""Rows of every file as prompts: columns, filters, answers, flaws."""
+"""Rows of every file as prompts: columns, filters, answers, flaws; rows of JSON lines."""
 
+import json
 import logging
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from decimal import Decimal
+from pathlib import Path
 from typing import Any, Protocol
+
+import blake3
+import numpy as np
+import numpy.typing as npt
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.source_config import ANSWER, MESSAGES, PROMPT, DataConfig
-from heterorl.common.tasks.sources.cells import ABSENT, answer_text, cell_of, json_value, kind_of
-from heterorl.common.tasks.sources.json_lines import NoText
-from heterorl.common.tasks.task import ROLES, Message, Prompt
+from heterorl.common.tasks.task import ROLES, Measure, Message, Prompt
 
 Row = Mapping[str, Any]
 _LOG = logging.getLogger(__name__)
@@ -222,3 +227,136 @@ class _Others(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
+
+
+ABSENT = object()
+"""A cell that a row does not have."""
+_LARGEST, _SMALLEST = 1e21, 1e-9
+"""Numbers beyond are written with an exponent."""
+
+
+def answer_text(value: Any) -> str:
+    """Text of an answer; empty for null, NaN, blanks, lists of those."""
+    if value is None:
+        return ""
+    if isinstance(value, str):
+        return value if value.strip() else ""
+    if isinstance(value, list | dict):
+        # Such as tests of code.
+        return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str) if _is_written(value) else ""
+    if isinstance(value, float | Decimal):
+        return _number(value)
+    return str(value)
+
+
+def _is_written(value: Any) -> bool:
+    """Whether a cell, or anything in it, has a text."""
+    if isinstance(value, dict):
+        return any(map(_is_written, value.values()))
+    if isinstance(value, list | tuple):
+        return any(map(_is_written, value))
+    return bool(answer_text(value))
+
+
+def _number(value: float | Decimal) -> str:
+    if not math.isfinite(value):
+        return ""
+    if not value:
+        return "0"
+    if isinstance(value, float) and not _SMALLEST <= abs(value) < _LARGEST:
+        return repr(value)
+    text = format(Decimal(repr(value)) if isinstance(value, float) else value, "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
+
+
+def cell_of(row: Mapping[str, Any], name: str) -> Any:
+    """A cell by name or path (`reward_model.ground_truth`); ABSENT where none is."""
+    if name in row:
+        return row[name]
+    value: Any = row
+    for part in name.split("."):
+        if value is None:
+            return None
+        if not isinstance(value, Mapping) or part not in value:
+            return ABSENT
+        value = value[part]
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """Kind of a cell or of a value in `where`."""
+    if isinstance(value, bool):
+        return "a bool"
+    if isinstance(value, int | float):
+        return "a number"
+    return "text" if isinstance(value, str) else "neither text, number nor bool"
+
+
+def json_value(value: Any) -> Any:
+    """A cell as JSON holds it, for other processes."""
+    if value is None or isinstance(value, str | bool | int | float):
+        return value
+    return json.loads(json.dumps(value, ensure_ascii=False, default=str))
+
+
+def lengths_of(prompts: Sequence[Prompt], measure: Measure) -> npt.NDArray[np.int64]:
+    """Tokens of each prompt; -1 where the template refuses it."""
+    return np.array([-1 if length is None else length for length in measure(prompts)], np.int64)
+
+
+MAX_LINE_BYTES = 1 << 20
+
+
+class NoText(dict[str, Any]):
+    """A row with half a surrogate pair, which a filter may drop."""
+
+
+class JsonLines:
+    """Lines of a file that are not blank; implements Rows."""
+
+    is_strict = True
+
+    def __init__(self, key: str, path: Path) -> None:
+        """Read the file that `key` names; raises ConfigError if unreadable."""
+        self._key, self._path = key, path
+        self._lines: list[bytes] = []
+        digest = blake3.blake3()
+        try:
+            with path.open("rb") as file:
+                for line in iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""):
+                    if len(line) > MAX_LINE_BYTES:
+                        problem = f"{self.place(len(self._lines))}: longer than {MAX_LINE_BYTES} bytes"
+                        raise ConfigError(key, problem, action="shorten the line or remove it")
+                    self._lines.append(line)
+                    digest.update(line)
+        except OSError as error:
+            problem = f"cannot read {path}: {error.strerror}"
+            raise ConfigError(key, problem, action="check the path, and that this user can read the file") from error
+        self.digest = digest.hexdigest()
+        if not any(map(bytes.strip, self._lines)):
+            raise ConfigError(key, f"{path} has no prompts", action="name a file with one JSON object a line")
+
+    def __iter__(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        return ((number, self[number]) for number, line in enumerate(self._lines) if line.strip())
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        line = self._lines[number]
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise self._refused(number, f" is not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise self._refused(number, " is JSON, but no object")
+        try:
+            if b"\\u" in line or not line.isascii():
+                json.dumps(row, ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            return NoText(row)
+        return row
+
+    def _refused(self, number: int, problem: str) -> ConfigError:
+        action = "write one JSON object a line as UTF-8, or remove the line"
+        return ConfigError(self._key, f"{self.place(number)}{problem}"[:300], action=action)
+
+    def place(self, number: int) -> str:
+        return f"{self._path}, line {number + 1}"

@@ -23,8 +23,7 @@ import numpy.typing as npt
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.rewards.answer_match import MatchedTask
 from heterorl.common.tasks.source_config import SourceConfig
-from heterorl.common.tasks.sources.cells import lengths_of
-from heterorl.common.tasks.sources.row_reader import RowReader, Rows
+from heterorl.common.tasks.sources.row_reader import RowReader, Rows, lengths_of
 from heterorl.common.tasks.task import BETWEEN, Measure, Prompt, question_of
 from heterorl.common.types.common import Digest
 from heterorl.common.wire.common_messages import bytes_digest

@@ -10,7 +10,7 @@ from heterorl.common.errors import AddressUnusable, ConfigError, PortInUse
 from heterorl.common.identity.credentials import obstacle_at
 from heterorl.common.process.address import check_address, is_loopback, listen_error
 from heterorl.common.process.tracing import TracingConfig
-from heterorl.common.tasks.reward_config import RemoteRewardBase
+from heterorl.common.tasks.source_config import RemoteRewardBase
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.relay.relay_config import RelayConfig

@@ -15,7 +15,6 @@ import psutil
 import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
-from heterorl.common.tasks.reward_config import CodeRewardConfig
 from heterorl.common.tasks.rewards.sandbox import bubblewrap, code_reward
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import (
     START_TIMEOUT_S,
@@ -29,6 +28,7 @@ from heterorl.common.tasks.rewards.sandbox.code_reward import Test as UnitTest
 from heterorl.common.tasks.rewards.sandbox.code_reward import code_of, judged, tried
 from heterorl.common.tasks.rewards.sandbox.code_reward import tests_of as unit_tests_of
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE, children_of
+from heterorl.common.tasks.source_config import CodeRewardConfig
 from heterorl.common.tasks.task import close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import RewardPart

@@ -6,9 +6,9 @@ import json
 import pytest
 
 from heterorl.common.errors import AnswerUnreadable
-from heterorl.common.tasks.reward_config import CodeRewardConfig
 from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward, _is_printed
 from heterorl.common.tasks.rewards.sandbox.code_reward import tests_of as unit_tests_of
+from heterorl.common.tasks.source_config import CodeRewardConfig
 from heterorl.common.tasks.task import Prompt, answer_problem_of, check_answer, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 

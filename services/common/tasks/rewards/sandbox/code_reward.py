@@ -40,7 +40,7 @@ from heterorl.common.wire.common_messages import bytes_digest
 
 if TYPE_CHECKING:
     # A worker needs no pydantic.
-    from heterorl.common.tasks.reward_config import CodeRewardConfig
+    from heterorl.common.tasks.source_config import CodeRewardConfig
 
 MAX_TESTS = 128
 """Tests of a row that run; of a longer list an even sample."""

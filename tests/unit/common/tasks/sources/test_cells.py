@@ -14,7 +14,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.source_config import DataConfig, SourceConfig
 from heterorl.common.tasks.sources import arrow_rows
 from heterorl.common.tasks.sources.arrow_rows import ArrowRows
-from heterorl.common.tasks.sources.cells import answer_text
+from heterorl.common.tasks.sources.row_reader import answer_text
 from heterorl.common.tasks.sources.rows_task import RowsTask
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 

@@ -82,6 +82,9 @@ class WeightSwap:
             is_loaded = await self._load(pulled)
         if is_loaded:
             await self._compare(pulled.version)
+            # Not before: an engine that loads and then fails would load in a loop.
+            if self.version == pulled.version:
+                self._backoff.reset()
 
     def note_failure(self, error: EngineError) -> None:
         metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()
@@ -125,7 +128,6 @@ class WeightSwap:
             "version %d is used: %s in %.1f s, applied in %.1f s, swapped in %.1f s",
             pulled.version, decimal(puller.fetched_bytes), puller.fetch_s, puller.apply_s, swap_s,
         )  # fmt: skip
-        self._backoff.reset()
         if self.engine.is_whole:
             self._mending.reset()
         metrics.SWAP_SECONDS.observe(swap_s)

@@ -68,6 +68,7 @@ class VllmEngine:
         self._is_fresh = False
         """Whether `restart` has started the process."""
         self._is_closed = False
+        self._is_left_out = False
         self._is_stopped = is_stopped or threading.Event()
         self._epoch = 0
         self._num_open = 0
@@ -215,14 +216,24 @@ class VllmEngine:
         self._news.notify_all()
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """Score texts in one batch; empty at a temperature.
+        """Score texts in one batch; empty at a temperature, or if one has no room.
 
-        vLLM does not apply a temperature to given tokens.
+        vLLM does not apply a temperature to given tokens. The scores of a part would count as a report of other texts.
         """
         if self._sampling.logprob_temperature != 1.0:
             return []
         forced = drawing(self._sampling, seed=0, max_tokens=1, prompt_logprobs=0)
         sequences = [np.concatenate([text.prompt, text.completion]) for text in texts]
+        longest = max((ids.size for ids in sequences), default=0)
+        if longest >= self.max_model_len:
+            if not self._is_left_out:
+                _LOG.warning(
+                    "no version is compared with the learner: a held-out prompt with its answer has %d tokens,"
+                    " engine.max_model_len is %d",
+                    longest, self.max_model_len,
+                )  # fmt: skip
+            self._is_left_out = True
+            return []
         try:
             outputs = self._alive().ask([(ids.tolist(), forced) for ids in sequences])
         except EngineDied as error:

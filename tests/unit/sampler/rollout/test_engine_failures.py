@@ -51,22 +51,24 @@ async def test_engine_that_fails_its_canary_gets_the_version_again_and_no_work_m
 
 
 @pytest.mark.slow
-async def test_attempts_become_rare_and_a_success_forgets_them(world):
+@pytest.mark.parametrize("failing", ["load_failures", "score_failures"])
+async def test_attempts_become_rare_and_a_success_forgets_them(world, failing):
+    world.canary = (ScoredText(prompt=np.array([2], np.int32), completion=np.array([5, 1], np.int32)),)
     await generating(world)
-    world.engine.load_failures = [EngineDied("gone")] * 12
+    setattr(world.engine, failing, [EngineDied("gone")] * 12)
     began = world.clock.monotonic()
     await world.run.publish()
 
     def rung():
         # News of any kind must not make it try sooner.
         world.sampler.generation.bell.ring()
-        return world.sampler.generation.swap.version == 1
+        swap, left = world.sampler.generation.swap, getattr(world.engine, failing)
+        return not left and swap.version == 1 and swap._backoff.num_failures == 0
 
     await world.until(rung, step_s=1.0)
 
     # twelve draws of at most 1, 2, 4 ... 256, 300, 300, 300 s; at one draw a second it would be twelve
     assert world.clock.monotonic() - began > 60
-    assert world.sampler.generation.swap._backoff.num_failures == 0
 
 
 async def test_engine_that_dies_in_a_batch_hands_its_work_back_and_loads_its_version_again(world):

@@ -18,6 +18,7 @@ def engine_with(num_open):
     engine = VllmEngine.__new__(VllmEngine)
     engine._news, engine._process = threading.Condition(), None
     engine.version, engine.is_whole, engine._is_loading = 3, True, False
+    engine.max_model_len, engine._is_left_out = 8, False
     engine._epoch, engine._num_open, engine._ended, engine._failure = 0, num_open, [], None
     return engine
 
@@ -70,3 +71,20 @@ def test_an_engine_whose_draws_have_a_temperature_stays_out_of_the_canary():
         engine._sampling = plain
         with pytest.raises(Asked):
             engine.score([text])
+
+
+@pytest.mark.parametrize("size", [7, 8, 20])
+def test_an_engine_without_room_for_a_text_of_the_canary_stays_out_of_it(size, caplog):
+    engine = engine_with(num_open=0)
+    engine._sampling = semantics()
+    short, long = (ScoredText(prompt=np.arange(1, each), completion=np.array([2])) for each in (2, size))
+    engine._alive = lambda: SimpleNamespace(ask=lambda asked: [SimpleNamespace(prompt_logprobs=told)] * len(asked))
+    told = [{2: SimpleNamespace(logprob=-1.0)}] * size
+
+    if size < engine.max_model_len:
+        assert engine.score([long]) == [-1.0]
+        return
+    for _ in range(2):
+        assert engine.score([short, long]) == []
+    assert caplog.text.count(f"has {size} tokens, engine.max_model_len is 8") == 1
+    assert engine.version == 3

@@ -81,7 +81,7 @@ class HfEngine:
         """Load the model; raises ConfigError for a failure or missing routers.
 
         `published_dtype` is the data type of the weights, `compute_dtype` fp32 or bf16. Each of `end_token_ids` ends a
-        completion and stays its last token. With `is_seeded`, seeds are keys of `token_sampling.gumbel_noise`.
+        completion and stays its last token. With `is_seeded`, seeds are keys of `logprobs.gumbel_noise`.
         """
         from transformers import __version__
 
@@ -149,7 +149,9 @@ class HfEngine:
 
     def _scored(self, text: ScoredText) -> Float32Array:
         ids = torch.from_numpy(np.concatenate([text.prompt, text.completion]).astype(np.int64)).to(self.device)
-        logits = self.model(input_ids=ids[None], use_cache=False).logits[0, text.prompt.size - 1 : -1].float()
+        # Logits of a long prompt could take more memory than its weights.
+        output = self.model(input_ids=ids[None], use_cache=False, logits_to_keep=text.completion.size + 1)
+        logits = output.logits[0, :-1].float()
         shown = tempered(logits, self._sampling.logprob_temperature)
         return logprobs_of(shown, ids[text.prompt.size :]).cpu().numpy().astype(np.float32)
 

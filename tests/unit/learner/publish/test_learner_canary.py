@@ -79,8 +79,16 @@ def test_score_is_what_generate_states(model_dir):
     prompt = np.array([3, 12, 4], np.int32)
 
     for (row,) in generate_all(engine, [prompt], seeds=[5], num_per_prompt=1):
+        with torch.no_grad():
+            whole = engine.model(torch.tensor([[*prompt, *row.token_ids]])).logits[0, prompt.size - 1 : -1] / 0.7
+        widths = []
+        engine.model.register_forward_hook(lambda *of, widths=widths: widths.append(of[2].logits.shape[1]))
         (score,) = engine.score([ScoredText(prompt=prompt, completion=row.token_ids)])
         np.testing.assert_allclose(score, row.logprobs, atol=1e-5)
+        drawn = torch.log_softmax(whole, -1)[torch.arange(len(whole)), torch.from_numpy(row.token_ids).long()]
+        np.testing.assert_allclose(score, drawn.numpy(), atol=1e-6)
+        # No logits of the prompt but its last token's.
+        assert widths == [row.token_ids.size + 1]
 
 
 def test_learner_scores_other_weights_and_keeps_its_own(model_dir, monkeypatch):

@@ -253,7 +253,8 @@ class Sampler:
                 # The next process returns the prompts in flight as after a stop.
                 self.in_flight.clear()
             raise error from group
-        self.in_flight.clear()
+        if not self.session.left:
+            self.in_flight.clear()
         await self.session.say_stopped(self.generation.reported())
         await self._say_end()
 

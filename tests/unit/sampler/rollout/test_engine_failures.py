@@ -1,11 +1,12 @@
 """A sampler whose engine cannot be trusted: it takes no work, says so, and goes on when a swap succeeds."""
 
+import contextlib
 from collections import Counter
 
 import numpy as np
 import pytest
 
-from heterorl.common.errors import ConfigError, DiskFull, EngineDied, PermissionDenied, StaleWeights
+from heterorl.common.errors import ConfigError, DiskFull, EngineDied, PermissionDenied, StaleWeights, Unreachable
 from heterorl.common.generation.inference_engine import Lost, ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import ReturnReason
@@ -238,21 +239,20 @@ async def test_a_process_that_ends_by_an_error_of_a_prompt_leaves_its_note(world
     assert (world.directory / "site" / NAME).exists()
 
 
-async def test_an_error_before_the_first_registration_keeps_the_note_of_a_killed_process(world):
+@pytest.mark.parametrize("error", [PermissionDenied("revoked"), None])
+async def test_an_end_before_the_first_registration_keeps_the_note_of_a_killed_process(world, error):
     await world.run.publish()
     held = await killed_in_a_batch(world)
     note = world.directory / "site" / NAME
     written = note.read_bytes()
 
-    async def abandon_work(**given):
-        raise PermissionDenied("revoked")
+    async def refuse(*_, **given):
+        world.stop.set()
+        raise error or Unreachable("the coordinator is away")
 
-    async def register(registration):
-        raise PermissionDenied("revoked")
-
-    world.link.replaced.update(abandon_work=abandon_work, register=register)
+    world.link.replaced.update(abandon_work=refuse, register=refuse)
     world.start()
-    with pytest.raises(PermissionDenied):
+    with pytest.raises(PermissionDenied) if error else contextlib.nullcontext():
         await world.end()
 
     assert held

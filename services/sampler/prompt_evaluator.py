@@ -286,7 +286,7 @@ class PromptEvaluator:
             if one is None or len(ended) == count:
                 done.set_result(one is not None)
 
-        evaluation_requests.begin(request.key, count, on_end)
+        evaluation_requests.add(request.key, count, on_end)
         # The thread cannot be cancelled: its callback still notes whether the engine took the request.
         submitting = asyncio.ensure_future(asyncio.to_thread(self.engine.submit, request))
         submitting.add_done_callback(lambda found: self._note_submitted(request, found))

@@ -238,7 +238,7 @@ class GenerationLoop:
         turns, self.collector.turns = self.collector.turns, []
         keys = [next(self.builder.keys) for _ in turns]
         for key, turn in zip(keys, turns, strict=True):
-            self._drafts.begin_turn(key, turn.draft, turn.member)
+            self._drafts.add(key, 1, (turn.draft, turn.member))
         requests = [
             Request(
                 key=key,

@@ -19,11 +19,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import threading
 from collections.abc import Callable, Collection, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 
@@ -37,7 +37,7 @@ from heterorl.common.types.common import Digest, Int32Array, SiteId
 from heterorl.common.types.rollout import GIVEN, Group, GroupId, RewardPart, Rollout, Span, WorkAssignment
 from heterorl.sampler.outbox.turn_store import KeptGroup, KeptTurn, TurnStore
 
-_LOG = logging.getLogger(__name__)
+_Owner = TypeVar("_Owner")
 NAME, HELD_OUT_NAME = "under_way.json", "held_out.json"
 MAX_NOTED = 1024
 """Entries in a note, the newest assignments."""
@@ -79,15 +79,69 @@ class GroupDraft:
         return self.ended_at - self.begun_at
 
 
-class InFlightGroups:
-    """All groups in flight by key, and their requests in the engine."""
+class EngineRequests(Generic[_Owner]):
+    """Requests in the engine by key, each with its owner."""
+
+    def __init__(self) -> None:
+        self._open: dict[int, tuple[int, _Owner]] = {}
+        self.num_running = 0
+        """Completions in the engine, also of owners that were given up."""
+
+    def add(self, key: int, count: int, owner: _Owner) -> None:
+        self._open[key] = count, owner
+        self.num_running += count
+
+    def ended(self, one: Finished | Lost) -> _Owner | None:
+        """Count what ended; returns its owner, None if the request was dropped."""
+        left, owner = self._open.get(one.key, (0, None))
+        if owner is None or left == 1 or isinstance(one, Lost):
+            return self.drop(one.key)
+        self._open[one.key] = left - 1, owner
+        self.num_running -= 1
+        return owner
+
+    def drop(self, key: int) -> _Owner | None:
+        left, owner = self._open.pop(key, (0, None))
+        self.num_running -= left
+        return owner
+
+    def drop_all(self) -> list[_Owner]:
+        return [owner for key in list(self._open) if (owner := self.drop(key)) is not None]
+
+
+OnEnd = Callable[[Finished | None], None]
+"""Called with each completion that ends, and once with None if the rest is lost."""
+
+
+class EvaluationRequests(EngineRequests[OnEnd]):
+    """Requests of evaluations in the engine that rollouts use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.keeps_version = False
+        """Whether newer weights wait."""
+        self.is_expected = False
+        """Whether a drained run continues until the evaluations end."""
+
+    def take(self, one: Finished | Lost) -> bool:
+        """Hand over what ended; returns whether it belongs to an evaluation."""
+        on_end = self.ended(one)
+        if on_end is not None:
+            on_end(None if isinstance(one, Lost) else one)
+        return on_end is not None
+
+    def lose_all(self) -> None:
+        for on_end in self.drop_all():
+            on_end(None)
+
+
+class InFlightGroups(EngineRequests[tuple[GroupDraft, int | None]]):
+    """All groups in flight by key, and their requests: of one member, or all."""
 
     def __init__(self, *, group_size: int) -> None:
+        super().__init__()
         self._group_size = group_size
         self._drafts: dict[int, GroupDraft] = {}
-        self._requests: dict[int, _Request] = {}
-        self.num_running = 0
-        """Completions in the engine, also of groups that were given up."""
 
     def __len__(self) -> int:
         return len(self._drafts)
@@ -109,28 +163,19 @@ class InFlightGroups:
 
     def begin(self, draft: GroupDraft) -> None:
         self._drafts[draft.key] = draft
-        self._begin(draft.key, _Request(draft=draft, left=self._group_size))
+        self.add(draft.key, self._group_size, (draft, None))
 
     def resume(self, draft: GroupDraft) -> None:
         self._drafts[draft.key] = draft
 
-    def begin_turn(self, key: int, draft: GroupDraft, member: int) -> None:
-        self._begin(key, _Request(draft=draft, left=1, member=member))
-
     def take(self, finished: Finished, now: float) -> tuple[GroupDraft, int] | None:
         """Count an ended completion; returns group and member, None if given up."""
-        request = self._requests.get(finished.key)
-        if request is None:
+        found = self.ended(finished)
+        if found is None or found[0].key not in self._drafts:
             return None
-        self.num_running -= 1
-        request.left -= 1
-        if not request.left:
-            del self._requests[finished.key]
-        draft = request.draft
-        if draft.key not in self._drafts:
-            return None
+        draft, member = found
         draft.ended_at = now
-        return draft, finished.member if request.member is None else request.member
+        return draft, finished.member if member is None else member
 
     def score(self, key: int, member: int, parts: tuple[RewardPart, ...]) -> GroupDraft | None:
         """Store a reward, empty if lost; remove and return a complete group."""
@@ -146,32 +191,15 @@ class InFlightGroups:
 
     def lose(self, key: int) -> tuple[GroupDraft, int | None] | None:
         """Remove a lost request; returns group and member, None if given up."""
-        request = self._requests.pop(key, None)
-        if request is None:
-            return None
-        self.num_running -= request.left
-        return (request.draft, request.member) if request.draft.key in self._drafts else None
+        found = self.drop(key)
+        return found if found is not None and found[0].key in self._drafts else None
 
     def withdraw(self, draft: GroupDraft) -> bool:
         return self.lose(draft.key) is not None and self.give_up(draft.key) is not None
 
     def lose_all(self) -> list[GroupDraft]:
         """Give up every group with completions in the engine; returns them."""
-        lost = [found[0] for key in list(self._requests) if (found := self.lose(key)) is not None]
-        return [draft for draft in lost if self.give_up(draft.key) is not None]
-
-    def _begin(self, key: int, request: _Request) -> None:
-        self._requests[key] = request
-        self.num_running += request.left
-
-
-@dataclass(slots=True, kw_only=True, eq=False)
-class _Request:
-    """A request in the engine: `left` completions of one member, or all."""
-
-    draft: GroupDraft
-    left: int
-    member: int | None = None
+        return [draft for draft, _ in self.drop_all() if self.give_up(draft.key) is not None]
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -328,48 +356,3 @@ def _read_held_out(path: Path) -> dict[tuple[str, int], int]:
         return {(str(name), int(index)): int(count) for name, index, count in json.loads(path.read_bytes())}
     except (OSError, TypeError, ValueError):
         return {}
-
-
-OnEnd = Callable[[Finished | None], None]
-"""Called with each completion that ends, and once with None if the rest is lost."""
-
-
-class EvaluationRequests:
-    """Requests of evaluations in the engine that rollouts use."""
-
-    def __init__(self) -> None:
-        self.num_running = 0
-        """Completions in the engine."""
-        self.keeps_version = False
-        """Whether newer weights wait."""
-        self.is_expected = False
-        """Whether a drained run continues until the evaluations end."""
-        self._waiting: dict[int, tuple[int, OnEnd]] = {}
-
-    def begin(self, key: int, count: int, on_end: OnEnd) -> None:
-        self._waiting[key] = (count, on_end)
-        self.num_running += count
-
-    def drop(self, key: int) -> None:
-        count, _ = self._waiting.pop(key, (0, None))
-        self.num_running -= count
-
-    def take(self, one: Finished | Lost) -> bool:
-        """Hand over what ended; returns whether it belongs to an evaluation."""
-        if one.key not in self._waiting:
-            return False
-        left, on_end = self._waiting.pop(one.key)
-        if isinstance(one, Lost):
-            self.num_running -= left
-            on_end(None)
-            return True
-        self.num_running -= 1
-        if left > 1:
-            self._waiting[one.key] = (left - 1, on_end)
-        on_end(one)
-        return True
-
-    def lose_all(self) -> None:
-        waiting, self._waiting, self.num_running = self._waiting, {}, 0
-        for _, on_end in waiting.values():
-            on_end(None)

@@ -501,7 +501,7 @@ async def test_prompts_that_are_refused_cost_the_set_nothing_but_themselves(worl
 
 async def test_a_refused_request_wakes_those_that_wait_for_its_rows():
     requests, news = EvaluationRequests(), Bell()
-    requests.begin(5, 16, lambda _: None)
+    requests.add(5, 16, lambda _: None)
     ticket, refused = news.ticket(), asyncio.get_running_loop().create_future()
     refused.set_exception(PromptTooLong("engine.max_model_len", "8 tokens hold no prompt of 2 and 7 new ones"))
 
@@ -528,14 +528,14 @@ async def test_evaluation_takes_no_more_than_its_share_of_the_rows(world):
     await world.run.publish()
     world.start()
     evaluation_requests = world.sampler.generation.evaluation_requests
-    begin = evaluation_requests.begin
+    add = evaluation_requests.add
 
     def counted(key, count, on_end):
         nonlocal most
-        begin(key, count, on_end)
+        add(key, count, on_end)
         most = max(most, evaluation_requests.num_running)
 
-    evaluation_requests.begin = counted
+    evaluation_requests.add = counted
     await until_done(world)
 
     # Half of four rows is less than a block of eight, which goes alone.
@@ -638,14 +638,14 @@ async def test_time_of_an_episode_counts_from_its_own_request(world, played, mon
     await world.run.publish()
     world.start()
     requests, begun = world.sampler.generation.evaluation_requests, set()
-    real = requests.begin
+    real = requests.add
 
-    def begin(key, count, on_end):
+    def add(key, count, on_end):
         if count > 1:
             begun.add(round(world.clock.monotonic(), 3))
         real(key, count, on_end)
 
-    requests.begin = begin
+    requests.add = add
     world.engine.is_paced = True
     await until_done(world)
 

@@ -20,33 +20,20 @@ from heterorl.common.errors import CorruptData, NotRegistered, PermissionDenied,
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff, log_level
 from heterorl.common.process.clock import Bell, Clock, ends_within
-from heterorl.common.types.common import Digest, peer_words
-from heterorl.common.types.policy import NO_VERSION, version_words
+from heterorl.common.types.common import peer_words
+from heterorl.common.types.policy import version_words
 from heterorl.common.types.rollout import ReturnReason
 from heterorl.common.types.run import Command, Heartbeat, Registration
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.trust_record import TrustRecord, check_head
 
 _LOG = logging.getLogger(__name__)
-NO_ROOT = Digest("")
 LAST_REPORT_S = 3.0
 """Time for the last report of a sampler that stops."""
 MAX_HELD = 1 << 16
 """Assignments stated at a registration; with more, the coordinator waits for their groups or their leases' ends."""
 MAX_PROBLEM = 1000
 """Characters of a stated problem; a coordinator refuses the heartbeat with a much longer one."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reported:
-    """State of generation in a heartbeat; NO_VERSION: the sampler cannot generate."""
-
-    policy_version: int = NO_VERSION
-    state_root: Digest = NO_ROOT
-    tokens_per_s: float = 0.0
-    apply_s: float = 0.0
-    problem: str = ""
-    """Why the sampler does not generate or does not use the newest version; empty if all is well."""
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
@@ -126,13 +113,13 @@ class Session:
                 )
         self.left = ()
 
-    async def beat(self, reported: Callable[[], Reported]) -> None:
+    async def beat(self, reported: Callable[[], Heartbeat]) -> None:
         """Report and obey forever; `reported` is called for each heartbeat.
 
         Raises PermissionDenied, Unauthenticated: the coordinator refuses this node for good.
         """
         while True:
-            report = self._report(reported())
+            report = _sendable(reported())
             sent = self.clock.monotonic()
             try:
                 commands = await self.api.heartbeat(report)
@@ -145,25 +132,14 @@ class Session:
             await self._obey(commands)
             await self.clock.sleep(self.heartbeat_s)
 
-    async def say_stopped(self, reported: Reported) -> None:
+    async def say_stopped(self, reported: Heartbeat) -> None:
         """Report once that this sampler stops in order.
 
         A site that stopped does not count as silent.
         """
-        report = dataclasses.replace(self._report(reported), is_stopped=True)
+        report = dataclasses.replace(_sendable(reported), is_stopped=True)
         with contextlib.suppress(RemoteError, CorruptData):
             await ends_within(self.api.heartbeat(report), clock=self.clock, seconds=LAST_REPORT_S)
-
-    def _report(self, state: Reported) -> Heartbeat:
-        return Heartbeat(
-            site=self.registration.site,
-            incarnation=self.registration.incarnation,
-            policy_version=state.policy_version,
-            state_root=state.state_root,
-            tokens_per_s=state.tokens_per_s,
-            apply_s=state.apply_s,
-            problem=peer_words(state.problem, most=MAX_PROBLEM),
-        )
 
     async def _obey(self, commands: Sequence[Command]) -> None:
         if Command.STOP in commands:
@@ -180,3 +156,7 @@ class Session:
         self.is_draining = True
         _LOG.info("the sampler drains: %s", reason)
         self.bell.ring()
+
+
+def _sendable(report: Heartbeat) -> Heartbeat:
+    return dataclasses.replace(report, problem=peer_words(report.problem, most=MAX_PROBLEM))

@@ -19,7 +19,9 @@ from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, ring_or_time
 from heterorl.common.pull.puller import PulledVersion
 from heterorl.common.tasks.environments.episodes import Episodes
+from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import FinishReason, WorkAssignment
+from heterorl.common.types.run import Heartbeat
 from heterorl.sampler.outbox.outbox import OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
 from heterorl.sampler.rollout.completion_collector import CompletionCollector
@@ -28,7 +30,7 @@ from heterorl.sampler.rollout.in_flight_groups import EvaluationRequests, GroupD
 from heterorl.sampler.rollout.prefetch import Prefetch, WorkClient
 from heterorl.sampler.rollout.weight_swap import WeightSwap
 from heterorl.sampler.sampler_config import SamplerConfig
-from heterorl.sampler.site_session import Reported, Session
+from heterorl.sampler.site_session import Session
 from heterorl.sampler.weight_sync import WeightSync
 
 _LOG = logging.getLogger(__name__)
@@ -84,7 +86,7 @@ class GenerationLoop:
         )  # fmt: skip
         self._is_ending = False
 
-    def reported(self) -> Reported:
+    def reported(self) -> Heartbeat:
         return replace(
             self.swap.reported,
             tokens_per_s=self.collector.tokens.per_s(self.clock.monotonic()),
@@ -295,7 +297,7 @@ class GenerationLoop:
             return False
         version = self.swap.version
         drafts, refused = await asyncio.to_thread(
-            self.builder.begin, work, version=version, state_root=self.swap.reported.state_root
+            self.builder.begin, work, version=version, state_root=Digest(self.swap.reported.state_root)
         )
         if self._may_begin and self.swap.version == version and self.prefetch.look(len(work)) == work:
             self.prefetch.drop(len(work))

@@ -20,11 +20,12 @@ from heterorl.common.process.backoff import Backoff
 from heterorl.common.pull.puller import PulledVersion
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.policy import NO_VERSION
-from heterorl.common.types.run import RELEASE, CanaryReport
-from heterorl.sampler.site_session import NO_ROOT, Reported, Session
+from heterorl.common.types.run import RELEASE, CanaryReport, Heartbeat
+from heterorl.sampler.site_session import Session
 from heterorl.sampler.weight_sync import WeightSync
 
 _LOG = logging.getLogger(__name__)
+NO_ROOT = Digest("")
 ENGINE_CAP_S = 300.0
 """Longest backoff: a new engine process loads the whole model."""
 
@@ -40,7 +41,10 @@ class WeightSwap:
     on_quarantine: Callable[[], None]
 
     def __post_init__(self) -> None:
-        self.reported = Reported()
+        own = self.session.registration
+        self.reported = Heartbeat(
+            site=own.site, incarnation=own.incarnation, policy_version=NO_VERSION, state_root=NO_ROOT, tokens_per_s=0.0
+        )
         """State of the weights in a heartbeat; `policy_version` NO_VERSION: the engine has none to trust."""
         self.state_roots: dict[int, Digest] = {}
         """State roots of the versions of tokens in flight."""

@@ -2,20 +2,24 @@
 
 import asyncio
 import random
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from heterorl.common.errors import InvalidRequest, PermissionDenied, QuotaExceeded, Unauthenticated, Unreachable
 from heterorl.common.process.clock import Bell
+from heterorl.common.types.run import Heartbeat
 from heterorl.common.wire.common_messages import to_message
 from heterorl.coordinator.rpc import bounds
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.site_session import MAX_HELD, Reported, Session
+from heterorl.sampler.site_session import MAX_HELD, Session
 from heterorl.sampler.trust_record import TrustRecord
 from heterorl.v1 import run_pb2
 from tests.support.clock import ManualClock
-from tests.support.run import Run
+from tests.support.run import SITE, Run
+
+REPORT = Heartbeat(site=SITE, incarnation="1", policy_version=-1, state_root="", tokens_per_s=0.0)
 
 
 class Refusing:
@@ -92,7 +96,7 @@ async def test_an_outbox_beyond_what_a_registration_states_still_accuses_the_row
 async def test_a_long_problem_refuses_no_heartbeat(outbox, tmp_path):
     api = Refusing(Unauthenticated("it is the last one"))
     with pytest.raises(Unauthenticated):
-        await session_of(api, outbox, tmp_path).beat(lambda: Reported(problem=f"refused:\n{'user, ' * 1000}"))
+        await session_of(api, outbox, tmp_path).beat(lambda: replace(REPORT, problem=f"refused:\n{'user, ' * 1000}"))
 
     bounds.check(to_message(run_pb2.HeartbeatRequest, api.beat))
     assert api.beat.problem.startswith("refused: user, ")
@@ -104,7 +108,7 @@ async def test_sampler_that_is_refused_for_good_ends_also_before_its_first_versi
     api = Refusing(error)
 
     with pytest.raises(type(error)):
-        await session_of(api, outbox, tmp_path).beat(Reported)
+        await session_of(api, outbox, tmp_path).beat(lambda: REPORT)
     assert api.beats == 1
 
 
@@ -119,7 +123,7 @@ async def test_sampler_that_is_refused_for_good_ends_also_before_its_first_versi
 )
 async def test_heartbeat_that_fails_otherwise_is_forgotten(outbox, tmp_path, error):
     api = Refusing(error)
-    beating = asyncio.create_task(session_of(api, outbox, tmp_path).beat(Reported))
+    beating = asyncio.create_task(session_of(api, outbox, tmp_path).beat(lambda: REPORT))
     await api.enough.wait()
 
     assert not beating.done()

@@ -194,20 +194,11 @@ class PromptEvaluator:
                 f"evaluation.{of.name}.task", f"engine or process ended {MAX_FAILURES} times as it drew it"
             )
         check_answer(of.task, prompt)
-        conversation = of.conversations.of(prompt) if of.conversations else None
-        with self.builder.lock:
-            ids = conversation.encode(prompt) if conversation else self.builder.prompter.encode_prompt(prompt)
-        return GroupDraft(
-            key=next(self.builder.keys),
-            assignment=assignment,
-            prompt=prompt,
-            prompt_token_ids=ids,
-            seed=seed_of(spec.draws, prompt_index=assignment.prompt_index, first=0),
-            version=spec.version,
-            source="evaluation",
+        seed = seed_of(spec.draws, prompt_index=assignment.prompt_index, first=0)
+        return self.builder.draft(
+            prompt, of.conversations, assignment, seed=seed, version=spec.version, source="evaluation",
             begun_at=math.inf,
-            conversation=conversation,
-        )
+        )  # fmt: skip
 
     async def _block(
         self, spec: EvaluationSpec, of: SiteSet, draft: GroupDraft, block: range, samples: dict[int, ScoredSample]

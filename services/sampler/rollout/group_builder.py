@@ -13,6 +13,7 @@ import threading
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
@@ -84,27 +85,27 @@ class GroupBuilder:
             prompt = self.task.prompt(assignment.prompt_index)
             try:
                 check_answer(self.task, prompt)
-                conversation = self.conversations.of(prompt) if self.conversations else None
-                with self.lock:
-                    ids = conversation.encode(prompt) if conversation else self.prompter.encode_prompt(prompt)
+                draft = self.draft(
+                    prompt, self.conversations, assignment, seed=self._seed(assignment, state_root), version=version,
+                    begun_at=now, is_seeded=self.is_seeded, source=source_of(self.task, prompt.index),
+                )  # fmt: skip
             except PromptRefused as error:
                 refused.append((assignment, error))
-                continue
-            drafts.append(
-                GroupDraft(
-                    key=next(self.keys),
-                    assignment=assignment,
-                    prompt=prompt,
-                    prompt_token_ids=ids,
-                    seed=self._seed(assignment, state_root),
-                    version=version,
-                    begun_at=now,
-                    is_seeded=self.is_seeded,
-                    conversation=conversation,
-                    source=source_of(self.task, prompt.index),
-                )
-            )
+            else:
+                drafts.append(draft)
         return drafts, refused
+
+    def draft(
+        self, prompt: Prompt, conversations: Conversations | None, assignment: WorkAssignment, **others: Any
+    ) -> GroupDraft:
+        """Draft of an encoded prompt, with `others` of its fields; raises PromptRefused."""
+        conversation = conversations.of(prompt) if conversations else None
+        with self.lock:
+            ids = conversation.encode(prompt) if conversation else self.prompter.encode_prompt(prompt)
+        return GroupDraft(
+            key=next(self.keys), assignment=assignment, prompt=prompt, prompt_token_ids=ids, conversation=conversation,
+            **others,
+        )  # fmt: skip
 
     def resume(self, left: KeptGroup, *, begun_at: float) -> GroupDraft | None:
         """Draft of an earlier process's group; None if its prompt changed."""
@@ -113,28 +114,21 @@ class GroupBuilder:
         if prompt is None or self.conversations is None or max(left.members) >= self.group_size:
             return None
         try:
-            conversation = self.conversations.of(prompt)
-            if conversation is None:
-                return None
-            with self.lock:
-                ids = conversation.encode(prompt)
+            draft = self.draft(
+                prompt,
+                self.conversations,
+                WorkAssignment(id=first.assignment, prompt_index=first.prompt_index, seed=0, lease_s=0.0),
+                seed=left.first.seed,
+                version=min(kept.turn.oldest_version for kept in left.turns),
+                begun_at=begun_at,
+                is_seeded=self.is_seeded and all(kept.turn.is_seeded for kept in left.turns),
+                source=source_of(self.task, prompt.index),
+                is_noted=True,
+            )
         except PromptRefused:
             return None
-        if not np.array_equal(ids, first.prompt_token_ids):
-            return None
-        return GroupDraft(
-            key=next(self.keys),
-            assignment=WorkAssignment(id=first.assignment, prompt_index=first.prompt_index, seed=0, lease_s=0.0),
-            prompt=prompt,
-            prompt_token_ids=ids,
-            seed=left.first.seed,
-            version=min(kept.turn.oldest_version for kept in left.turns),
-            begun_at=begun_at,
-            is_seeded=self.is_seeded and all(kept.turn.is_seeded for kept in left.turns),
-            conversation=conversation,
-            source=source_of(self.task, prompt.index),
-            is_noted=True,
-        )
+        is_same = draft.conversation is not None and np.array_equal(draft.prompt_token_ids, first.prompt_token_ids)
+        return draft if is_same else None
 
     def score_all(self, prompt: Prompt, completions: Sequence[Completion]) -> list[tuple[RewardPart, ...]]:
         """Reward parts of each completion; raises RewardError if one is unusable."""

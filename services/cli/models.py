@@ -22,8 +22,9 @@ if TYPE_CHECKING:
     from heterorl.common.types.evaluation import PromptResult
     from heterorl.common.weights.arena import Arena, Layout
     from heterorl.evaluation.evaluate_sets import Row
-    from heterorl.evaluation.subject import OpenSet, Subject
+    from heterorl.evaluation.subject import Subject
     from heterorl.learner.export import VersionSource
+    from heterorl.sampler.prompt_evaluator import SiteSet
     from heterorl.sampler.sampler_config import SamplerConfig
 
 _ADDRESS = re.compile(r"^.+:[0-9]{1,5}$")
@@ -151,7 +152,8 @@ def _evaluate(
     from heterorl.common.tasks.task import close_task
     from heterorl.common.text.prompter import Prompter
     from heterorl.evaluation.evaluate_sets import evaluate_all
-    from heterorl.evaluation.subject import open_model, open_set, open_versions
+    from heterorl.evaluation.subject import open_model, open_versions
+    from heterorl.sampler.prompt_evaluator import open_set
 
     # The set belongs to the run: the run's tokenizer counts its prompts, also for another model.
     by_subject = not config.model_dir and not is_run
@@ -186,11 +188,11 @@ def _announced(subjects: Iterator[Subject], address: str, versions: Sequence[int
         yield next(subjects)
 
 
-def _progress() -> tuple[Callable[[str, OpenSet], None], Callable[[PromptResult], None]]:
+def _progress() -> tuple[Callable[[str, SiteSet], None], Callable[[PromptResult], None]]:
     """Progress of sets: a line for each tenth of one."""
     name, done, total = "", 0, 1
 
-    def begin(subject: str, of: OpenSet) -> None:
+    def begin(subject: str, of: SiteSet) -> None:
         nonlocal name, done, total
         name, done, total = f"{subject}, {of.name}", 0, of.draws.num_prompts
         _say(f"{name}: {amount(total, 'prompt')}, {amount(of.draws.num_samples, 'completion')} of each")

@@ -27,13 +27,13 @@ from heterorl.common.text.conversation import try_reward
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.evaluation import EvaluationSpec, EvaluationSummary, PromptResult
 from heterorl.common.types.rollout import WorkAssignment
-from heterorl.evaluation.subject import OpenSet, Subject
-from heterorl.sampler.prompt_evaluator import PromptEvaluator
+from heterorl.evaluation.subject import Subject
+from heterorl.sampler.prompt_evaluator import PromptEvaluator, SiteSet
 from heterorl.sampler.rollout.group_builder import GroupBuilder
 from heterorl.sampler.rollout.in_flight_groups import EvaluationRequests
 
 
-def evaluate_set(subject: Subject, of: OpenSet, *, on_prompt: Callable[[PromptResult], None]) -> list[PromptResult]:
+def evaluate_set(subject: Subject, of: SiteSet, *, on_prompt: Callable[[PromptResult], None]) -> list[PromptResult]:
     """Draw and score a set's prompts with an idle engine's weights.
     `on_prompt` is called as each prompt ends. Raises PromptRefused: all prompts are refused; ConfigError: the engine
     has no room for such completions; EngineError: not all completions ended."""
@@ -45,7 +45,7 @@ def evaluate_set(subject: Subject, of: OpenSet, *, on_prompt: Callable[[PromptRe
         raise
 
 
-async def _evaluate(subject: Subject, of: OpenSet, on_prompt: Callable[[PromptResult], None]) -> list[PromptResult]:
+async def _evaluate(subject: Subject, of: SiteSet, on_prompt: Callable[[PromptResult], None]) -> list[PromptResult]:
     engine, draws = subject.engine, of.draws
     news, evaluation_requests = Bell(), EvaluationRequests()
     builder = GroupBuilder(
@@ -104,7 +104,7 @@ class Row:
 
     subject: str
     version: int
-    set: OpenSet
+    set: SiteSet
     summary: EvaluationSummary
     seconds: float
     results: tuple[PromptResult, ...]
@@ -112,9 +112,9 @@ class Row:
 
 def evaluate_all(
     subjects: Iterable[Subject],
-    sets: Sequence[OpenSet],
+    sets: Sequence[SiteSet],
     *,
-    on_begin: Callable[[str, OpenSet], None],
+    on_begin: Callable[[str, SiteSet], None],
     on_prompt: Callable[[PromptResult], None],
 ) -> Iterator[Row]:
     """Draw and score every set with every subject; yields rows.

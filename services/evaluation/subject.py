@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -27,30 +26,20 @@ from heterorl.common.pull.puller import PulledVersion, Puller
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.maintenance import DiagnosisClient
-from heterorl.common.tasks.task import Measure
 from heterorl.common.tasks.task_config import names_rows
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Contract
-from heterorl.common.types.evaluation import MAX_HELD_OUT, EvaluationDraws
+from heterorl.common.types.evaluation import MAX_HELD_OUT
 from heterorl.common.types.policy import NO_VERSION, PullPlan
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.sampler.adoption import adopted, missing_keys
 from heterorl.sampler.engines import build_engines, take_variant
-from heterorl.sampler.prompt_evaluator import SiteSet
-from heterorl.sampler.prompt_evaluator import open_set as open_site_set
 from heterorl.sampler.sampler_config import SamplerConfig
 
 FROM_TASK = "task"
 """Name of the set made from the run's own task if none is configured."""
 _OF_SAMPLING = ("temperature", "top_p", "max_new_tokens")
 """Keys of [sampling] that the task's own set takes if the file states them."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class OpenSet(SiteSet):
-    """A loaded set; `draws.num_prompts` is at most its number of prompts."""
-
-    draws: EvaluationDraws
 
 
 def configured(
@@ -79,18 +68,6 @@ def configured(
         return tuple(EvaluationSetConfig.model_validate({**keys, **stated}) for keys in kept)
     except ValidationError as error:
         raise InvalidConfig(problems_of(EvaluationSetConfig, error), source="the set") from error
-
-
-def open_set(
-    config: EvaluationSetConfig, *, measure: Measure | None = None, notes: Path | None = None, every_row: bool = False
-) -> OpenSet:
-    """Load a set's task.
-    `every_row` takes every row of its dataset. Raises ConfigError: its data cannot be read, or has no held-out prompts.
-    """
-    found = open_site_set(config, measure=measure, notes=notes, every_row=every_row)
-    num = min(config.num_prompts, found.task.num_evaluation_prompts)
-    draws = dataclasses.replace(config.draws, num_prompts=num)
-    return OpenSet(name=found.name, task=found.task, tool_parser=found.tool_parser, draws=draws)
 
 
 BUDGET_S = 30.0

@@ -39,6 +39,7 @@ from heterorl.sampler.rollout.in_flight_groups import EvaluationRequests, GroupD
 
 REWARD_WORKERS = 4
 """Default of reward_workers at a sampler: completions end faster than one process scores them."""
+_NO_DRAWS = EvaluationDraws(num_prompts=0, num_samples=1, temperature=0.0, max_new_tokens=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,6 +51,8 @@ class SiteSet:
     tool_parser: Parser | Literal["auto"] = "auto"
     conversations: Conversations | None = None
     """Environments of the task; None if no prompt has one."""
+    draws: EvaluationDraws = _NO_DRAWS
+    """Draws that this site states, of at most its prompts; for `heterorl evaluate`."""
 
     def played(self, prompter: Prompter) -> Self:
         """The set with its environments, after a trial.
@@ -93,7 +96,8 @@ def open_set(
     if not task.num_evaluation_prompts:
         action = "set evaluation_size, evaluation_path or evaluation_split in its data"
         raise ConfigError("task", "has no held-out prompts", action=action)
-    return SiteSet(name=config.name, task=task, tool_parser=settings.tool_parser)
+    draws = replace(config.draws, num_prompts=min(config.num_prompts, task.num_evaluation_prompts))
+    return SiteSet(name=config.name, task=task, tool_parser=settings.tool_parser, draws=draws)
 
 
 BLOCK = 8

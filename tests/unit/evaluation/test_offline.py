@@ -15,8 +15,8 @@ from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span
 from heterorl.common.wire.rollout_messages import results_from_pb
 from heterorl.evaluation.evaluate_sets import Row, evaluate_set, tables
-from heterorl.evaluation.subject import OpenSet, Subject
-from heterorl.sampler.prompt_evaluator import blocks_of, seed_of
+from heterorl.evaluation.subject import Subject
+from heterorl.sampler.prompt_evaluator import SiteSet, blocks_of, seed_of
 from heterorl.v1 import evaluation_pb2
 
 
@@ -91,7 +91,7 @@ class Machine:
 def evaluated(engine, task=None, *, prompter=None, **changes):
     seen = []
     subject = Subject(name="", version=-1, engine=engine, prompter=prompter or Bytes(), max_trajectory_tokens=100)
-    of = OpenSet(name="set", task=task or Echo(), draws=draws(**changes))
+    of = SiteSet(name="set", task=task or Echo(), draws=draws(**changes))
     results = evaluate_set(subject, of, on_prompt=seen.append)
     return results, seen
 
@@ -226,7 +226,7 @@ def test_a_table_at_80_columns_shows_each_number_whole(num_samples):
     results, _ = evaluated(Machine(), num_samples=num_samples)
     row = Row(
         subject="../learner/trained", version=-1, seconds=1234.5, results=tuple(results),
-        set=OpenSet(name="math500", task=Echo(), draws=draws(num_samples=num_samples)),
+        set=SiteSet(name="math500", task=Echo(), draws=draws(num_samples=num_samples)),
         summary=summarize(results, num_samples=num_samples, pass_reward=1.0),
     )  # fmt: skip
     console = Console(width=80, file=io.StringIO())
@@ -242,7 +242,7 @@ def test_a_full_disk_takes_the_file_and_not_what_is_shown(capsys):
     results, _ = evaluated(Machine())
     row = Row(
         subject="trained", version=-1, seconds=1.0, results=tuple(results),
-        set=OpenSet(name="math500", task=Echo(), draws=draws()),
+        set=SiteSet(name="math500", task=Echo(), draws=draws()),
         summary=summarize(results, num_samples=1, pass_reward=1.0),
     )  # fmt: skip
 

@@ -27,7 +27,7 @@ import torch
 
 from benchmarks.learner import write_model
 from heterorl.common.generation.hf_engine import HfEngine
-from heterorl.common.model.staging import Part, each_part, part_of, to_device
+from heterorl.common.model.tensors import Part, each_part, part_of, to_device
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 
 MODELS = ((768, 12), (2048, 17))

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from heterorl.common.model import tensors
-from heterorl.common.model.staging import PART_ELEMENTS
+from heterorl.common.model.tensors import PART_ELEMENTS
 from heterorl.common.weights.arena import Arena
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.filterwarnings("default")]

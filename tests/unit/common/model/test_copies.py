@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model import staging, tensors
+from heterorl.common.model import tensors
 from heterorl.common.weights.arena import Arena
 from tests.support.training import tiny_model
 
@@ -19,7 +19,7 @@ def in_parts(monkeypatch):
 
     def each_part(work, cut):
         parts = [(number, part) for number, tensor in enumerate(cut) for part in parts_of(tensor)]
-        list(staging.in_order(lambda entry: work(*entry), parts, threads=staging.THREADS))
+        list(tensors.in_order(lambda entry: work(*entry), parts, threads=tensors.THREADS))
 
     return lambda: monkeypatch.setattr(tensors, "each_part", each_part)
 

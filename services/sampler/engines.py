@@ -32,10 +32,9 @@ from heterorl.common.model.model_loading import warn_of_idle_gpus
 from heterorl.common.model.quantise import Variant, dequantise, quantise, variant_layout
 from heterorl.common.types.common import Float32Array, LoraSettings
 from heterorl.common.weights.arena import Arena
-from heterorl.sampler.sampler_config import HfEngineConfig, SamplerConfig, VllmEngineConfig
+from heterorl.sampler.sampler_config import HfEngineConfig, SamplerConfig, VllmEngineConfig, check_limits
 from heterorl.sampler.vllm.shared_model import SharedModel
 from heterorl.sampler.vllm.vllm_engine import VllmEngine
-from heterorl.sampler.vllm_limits import check_limits
 
 _LOG = logging.getLogger(__name__)
 CLOSE_S = 10.0

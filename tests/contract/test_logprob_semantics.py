@@ -21,7 +21,7 @@ MAY_DIVIDE = {
 }
 MAY_ASK = {
     "common/types/common.py": "where the temperature of log-probs is decided",
-    "sampler/vllm_limits.py": "vLLM's own modes, to which the contract's are mapped",
+    "sampler/sampler_config.py": "vLLM's own modes, to which the contract's are mapped",
 }
 DIVISIONS = {"div", "div_", "divide", "divide_", "true_divide", "true_divide_"}
 

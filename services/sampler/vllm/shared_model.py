@@ -35,9 +35,9 @@ from heterorl.common.process.files import replacing, try_lock
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, LoraSettings, SamplingSemantics
 from heterorl.common.weights.arena import Arena, Dtype, Layout
 from heterorl.common.weights.safetensors_layout import SafetensorsLayout
+from heterorl.sampler.sampler_config import adapter_room
 from heterorl.sampler.vllm.vllm_process import VllmProcess
 from heterorl.sampler.vllm.weight_canary import Reference
-from heterorl.sampler.vllm_limits import adapter_room
 
 _TYPES: dict[Dtype, str] = {"bf16": "BF16", "fp16": "F16", "fp32": "F32", "fp8_e4m3": "F8_E4M3", "int8": "I8"}
 _PEFT = dict(zip(PARTS, ("lora_A", "lora_B"), strict=True))

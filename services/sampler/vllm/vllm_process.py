@@ -21,10 +21,11 @@ from typing import Any, TypeVar
 
 from heterorl.common.errors import DependencyMissing, EngineDied
 from heterorl.common.model.library_versions import check_package
-from heterorl.sampler.vllm.vllm_arguments import NO_VERSION
 
 _LOG = logging.getLogger(__name__)
 _T = TypeVar("_T")
+NO_VERSION = "default"
+"""vLLM's label of tokens drawn before a label was set."""
 START_S = 1800.0
 """Timeout of a start: a large model from a slow disk."""
 LOOK_S = 0.5

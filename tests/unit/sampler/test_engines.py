@@ -9,7 +9,7 @@ from heterorl.common.process.config_file import load
 from heterorl.sampler import engines
 from heterorl.sampler.engines import EngineGroup, build_engines, start_vllm, vllm_settings
 from heterorl.sampler.sampler_config import OWN_ARGUMENTS, SamplerConfig, VllmEngineConfig
-from heterorl.sampler.vllm.vllm_arguments import engine_arguments
+from heterorl.sampler.vllm.vllm_engine import engine_arguments
 from tests.support.engines import EOS, write_model
 
 

@@ -14,10 +14,10 @@ from heterorl.common.model.adapters import attach
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.types.common import Digest, LogprobMode
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
+from heterorl.sampler.sampler_config import logprobs_mode
 from heterorl.sampler.vllm import weight_canary
 from heterorl.sampler.vllm.shared_model import stored_names, write_weights
-from heterorl.sampler.vllm.vllm_arguments import seed_of
-from heterorl.sampler.vllm_limits import logprobs_mode
+from heterorl.sampler.vllm.vllm_engine import seed_of
 from tests.support.engines import semantics
 from tests.support.training import VOCAB_SIZE, tiny_model
 

@@ -1,5 +1,5 @@
 """The outbox: durable groups, pushed in order, kept until their outcome.
 
-`outbox` makes a group durable, `turn_store` keeps turns of groups in flight, `outbox_file` opens the SQLite file of
-both, `delivery` pushes. Open `outbox` first.
+`outbox` opens the SQLite file and makes a group durable, `turn_store` keeps turns of groups in flight, `delivery`
+writes and pushes groups. Open `outbox` first.
 """

@@ -1,4 +1,4 @@
-"""Delivery of due groups from the outbox to the coordinator, in order.
+"""Groups into the outbox, and due ones from it to the coordinator, in order.
 
 A group leaves the outbox only by its own final outcome; after anything else it is pushed again under the same id.
 Outcomes that arrived before a broken link count. A group that the coordinator refuses as invalid is replaced by an
@@ -8,6 +8,7 @@ empty one, so that groups behind it do not wait. Steps of the wall clock delay n
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import logging
 import random
 from collections import Counter
@@ -21,7 +22,8 @@ from heterorl.common.process.backoff import Backoff, log_level
 from heterorl.common.process.clock import Bell, Clock, ring_or_time, steady
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.types.common import peer_words
-from heterorl.common.types.rollout import PushOutcome, PushStatus, SealedGroup
+from heterorl.common.types.rollout import Group, PushOutcome, PushStatus, SealedGroup
+from heterorl.sampler.delay import DelayConfig, group_delay_s
 from heterorl.sampler.outbox.outbox import Outbox
 
 _LOG = logging.getLogger(__name__)
@@ -124,6 +126,68 @@ class Delivery:
         elif await asyncio.to_thread(self.outbox.put_aside, sequence, peer_words(str(error))):
             self._put_aside, self._num_alone = sequence, 0
         await self.clock.sleep(self._backoff.delay_s())
+
+
+@dataclass(kw_only=True, eq=False, repr=False)
+class OutboxWriter:
+    """Writes groups into an outbox; `problem`, if any, is why generation pauses."""
+
+    outbox: Outbox
+    delay: DelayConfig
+    seed: int
+    clock: Clock
+    now: Callable[[], float]
+    rng: random.Random
+    numbering: asyncio.Lock
+
+    def __post_init__(self) -> None:
+        self._backoff = Backoff(clock=self.clock, rng=self.rng)
+        self._waiting: tuple[Group, ...] = ()
+        self._retry_at = 0.0
+        self.problem = ""
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def assignments(self) -> list[int]:
+        return [group.assignment for group in self._waiting]
+
+    @property
+    def retry_s(self) -> float:
+        return self._retry_at - self.clock.monotonic()
+
+    def add(self, groups: Sequence[Group]) -> None:
+        self._waiting += tuple(groups)
+
+    async def retry(self) -> None:
+        if self._waiting:
+            async with self.numbering:
+                await self._put(self._waiting)
+
+    async def _put(self, waiting: Sequence[Group]) -> None:
+        first = self.outbox.next_sequence
+        groups = [
+            dataclasses.replace(group, id=dataclasses.replace(group.id, sequence=first + number))
+            for number, group in enumerate(waiting)
+        ]
+        now = self.now()
+        sequences = [group.id.sequence for group in groups]
+        release = [now + group_delay_s(self.delay, seed=self.seed, sequence=sequence) for sequence in sequences]
+        self.outbox.note_spooled(sequences, now)
+        try:
+            await asyncio.to_thread(self.outbox.put, groups, release=release)
+        except DiskFull as error:
+            if not self.problem:
+                _LOG.error("GENERATION PAUSES, %d groups wait in memory: %s", len(groups), error)
+            self.problem = str(error)
+            self._retry_at = self.clock.monotonic() + self._backoff.delay_s()
+            return
+        if self.problem:
+            _LOG.info("the disk has room again: %d groups are spooled, generation goes on", len(groups))
+        self.problem, self._waiting = "", self._waiting[len(groups) :]
+        self._backoff.reset()
 
 
 def settle(outcomes: Sequence[PushOutcome]) -> tuple[list[int], float]:

@@ -21,7 +21,7 @@ from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, ends_within, ring_or_time
 from heterorl.common.types.rollout import FinishReason, Group, ReturnReason, RewardPart
-from heterorl.sampler.outbox.outbox import OutboxWriter
+from heterorl.sampler.outbox.delivery import OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
 from heterorl.sampler.rollout.episode_runner import End, Turn
 from heterorl.sampler.rollout.group_builder import GroupBuilder, Refusals, Refused, Scorer

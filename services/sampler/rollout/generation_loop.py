@@ -22,7 +22,7 @@ from heterorl.common.tasks.environments.episodes import Episodes
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import FinishReason, WorkAssignment
 from heterorl.common.types.run import Heartbeat
-from heterorl.sampler.outbox.outbox import OutboxWriter
+from heterorl.sampler.outbox.delivery import OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
 from heterorl.sampler.rollout.completion_collector import CompletionCollector
 from heterorl.sampler.rollout.group_builder import GroupBuilder, Refused

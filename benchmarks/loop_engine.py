@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 
 from heterorl.common.generation.inference_engine import Finished, Request
-from heterorl.sampler.components import load_components
+from heterorl.sampler.sampler_app import load_components
 from heterorl.sampler.sampler_config import SamplerConfig
 
 

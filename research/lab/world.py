@@ -38,8 +38,8 @@ from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import Parts, assemble
 from heterorl.sampler import sampler_app
-from heterorl.sampler.components import load_components as assemble_sampler
 from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.sampler_app import load_components as assemble_sampler
 from heterorl.sampler.sampler_config import SamplerConfig
 from heterorl.sampler.trust_record import TrustRecord, record_name
 from heterorl_research.lab.benchmarks import evaluation_seed, split_evaluation

@@ -13,7 +13,7 @@ from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import assemble
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.train.custom_loss_check import check_custom_loss
-from heterorl.sampler.components import load_components
+from heterorl.sampler.sampler_app import load_components
 from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.clock import ManualClock
 from tests.support.run import Run

@@ -21,7 +21,7 @@ COMPUTE = {
     "sampler": """
     import numpy as np
     from heterorl.common.generation.inference_engine import generate_all
-    from heterorl.sampler.components import load_components
+    from heterorl.sampler.sampler_app import load_components
 
     parts = load_components(config)
     parts.engine.load(parts.base(), 0)

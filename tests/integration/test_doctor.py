@@ -39,7 +39,7 @@ from heterorl.doctor.examine import DoctorTarget, examine
 from heterorl.doctor.link_checks import Connected, connect, in_daemon_thread
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.relay.relay_config import RelayConfig
-from heterorl.sampler.components import load_components
+from heterorl.sampler.sampler_app import load_components
 from heterorl.sampler.sampler_config import SamplerConfig
 from heterorl.v1 import diagnosis_pb2, run_pb2_grpc
 from tests.support.certificates import Certificates, paths

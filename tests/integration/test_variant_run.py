@@ -23,8 +23,8 @@ from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import Parts
 from heterorl.learner.learner_parts import assemble as assemble_learner
 from heterorl.sampler import sampler_app
-from heterorl.sampler.components import load_components as assemble_sampler
 from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.sampler_app import load_components as assemble_sampler
 from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.cluster import Cluster
 from tests.support.learner_world import open_coordinator, rows

@@ -24,10 +24,9 @@ from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.sampler.components import Components
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.prompt_evaluator import SiteSet
-from heterorl.sampler.sampler_app import Sampler, join
+from heterorl.sampler.sampler_app import Components, Sampler, join
 from heterorl.sampler.sampler_config import SamplerConfig
 from heterorl.sampler.trust_record import TrustRecord
 from tests.support.clock import ManualClock

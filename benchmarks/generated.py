@@ -85,8 +85,11 @@ async def played(
     """
     drafts, refused = builder.begin(work, version=engine.version, state_root=state_root)
     assert not refused, "a benchmark's prompts are all taken"
-    runner = builder.runner(lambda *_: None)
-    assert isinstance(runner, EpisodeRunner), "the task has an environment"
+    assert builder.conversations is not None, "the task has an environment"
+    runner = EpisodeRunner(
+        max_live=builder.conversations.max_live, max_new_tokens=builder.max_new_tokens,
+        max_trajectory_tokens=builder.max_trajectory_tokens, clock=builder.clock,
+    )  # fmt: skip
     made = generate_all(
         engine,
         [draft.prompt_token_ids for draft in drafts],

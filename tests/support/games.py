@@ -69,7 +69,7 @@ async def collected(world, monkeypatch, count=1):
     real = made.add
 
     def add(found):
-        groups.extend(found)
+        groups.append(found)
         real(found)
 
     monkeypatch.setattr(made, "add", add)

@@ -158,8 +158,8 @@ class OutboxWriter:
     def retry_s(self) -> float:
         return self._retry_at - self.clock.monotonic()
 
-    def add(self, groups: Sequence[Group]) -> None:
-        self._waiting += tuple(groups)
+    def add(self, group: Group) -> None:
+        self._waiting += (group,)
 
     async def retry(self) -> None:
         if self._waiting:

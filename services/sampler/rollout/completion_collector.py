@@ -20,10 +20,10 @@ from heterorl.common.generation.inference_engine import Completion, Finished, Lo
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, ends_within, ring_or_time
-from heterorl.common.types.rollout import FinishReason, Group, ReturnReason, RewardPart
+from heterorl.common.types.rollout import FinishReason, ReturnReason, RewardPart
 from heterorl.sampler.outbox.delivery import OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
-from heterorl.sampler.rollout.episode_runner import End, Turn
+from heterorl.sampler.rollout.episode_runner import End, EpisodeRunner, Turn
 from heterorl.sampler.rollout.group_builder import GroupBuilder, Refusals, Refused, Scorer
 from heterorl.sampler.rollout.in_flight_groups import (
     EvaluationRequests,
@@ -71,24 +71,28 @@ class CompletionCollector:
         self.tokens.work(True, self.clock.monotonic())
         self.log = WorkLog()
         self._scorer = Scorer(self.builder)
-        self._runner = self.builder.runner(self.journal.note)
+        own = self.builder
+        self._runner: EpisodeRunner | None = None
+        if own.conversations is not None:
+            self._runner = EpisodeRunner(
+                max_live=own.conversations.max_live, max_new_tokens=own.max_new_tokens,
+                max_trajectory_tokens=own.max_trajectory_tokens, clock=self.clock, note=self.journal.note,
+            )  # fmt: skip
         self._scoring: dict[int, list[asyncio.Task[None]]] = {}
         self.turns: list[Turn] = []
         """Members whose next turn can be submitted."""
-        self._whole: list[Group] = []
         self._returned: list[tuple[int, ReturnReason | None]] = []
         self._backoff = Backoff(clock=self.clock, rng=self.work.session.rng)
         self.refusals = Refusals()
 
     @property
     def is_empty(self) -> bool:
-        return not (self.drafts or self._whole or self.outbox_writer.num_waiting)
+        return not (self.drafts or self.outbox_writer.num_waiting)
 
     def unsettled(self) -> list[int]:
         """Assignments in flight, before the disk, or not taken back yet."""
-        returned = [number for number, _ in self._returned]
-        drafts, whole = [draft.assignment.id for draft in self.drafts], [group.assignment for group in self._whole]
-        return [*drafts, *whole, *self.outbox_writer.assignments, *returned]
+        drafts, returned = [draft.assignment.id for draft in self.drafts], [number for number, _ in self._returned]
+        return [*drafts, *self.outbox_writer.assignments, *returned]
 
     def begin(self, drafts: Sequence[GroupDraft]) -> None:
         for draft in drafts:
@@ -276,7 +280,11 @@ class CompletionCollector:
         if whole is not None:
             self._scoring.pop(draft.key, None)
             self._scorer.failures.passed()
-            self._whole.append(self.builder.group(whole, state_roots=self.swap.state_roots))
+            group = self.builder.group(whole, state_roots=self.swap.state_roots)
+            self.outbox_writer.add(group)
+            self.groups.add(1, self.clock.monotonic())
+            self.log.num_groups += 1
+            self.swap.note_age("generate", group.oldest_version)
 
     async def _leave(self) -> None:
         await self.journal.write(self.drafts)
@@ -302,13 +310,6 @@ class CompletionCollector:
     async def _spool(self) -> None:
         while True:
             ticket = self.news.ticket()
-            groups, self._whole = self._whole, []
-            self.outbox_writer.add(groups)
-            if groups:
-                self.groups.add(len(groups), self.clock.monotonic())
-                self.log.num_groups += len(groups)
-            for group in groups:
-                self.swap.note_age("generate", group.oldest_version)
             if not self.outbox_writer.num_waiting and self.journal.is_written:
                 await ticket.wait()
             elif not self.outbox_writer.num_waiting:

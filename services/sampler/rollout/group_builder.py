@@ -37,7 +37,6 @@ from heterorl.common.types.rollout import (
     total_reward,
 )
 from heterorl.sampler.outbox.turn_store import KeptGroup
-from heterorl.sampler.rollout.episode_runner import EpisodeRunner, Note
 from heterorl.sampler.rollout.in_flight_groups import GroupDraft
 
 _LOG = logging.getLogger(__name__)
@@ -157,15 +156,6 @@ class GroupBuilder:
             is_seeded=draft.is_seeded,
             trace=TRACER.begin("generate", lasted_s=draft.generation_s, attributes=attributes),
         )
-
-    def runner(self, note: Note) -> EpisodeRunner | None:
-        """The runner of the task's environments; None if no prompt has one."""
-        if self.conversations is None:
-            return None
-        return EpisodeRunner(
-            max_live=self.conversations.max_live, max_new_tokens=self.max_new_tokens,
-            max_trajectory_tokens=self.max_trajectory_tokens, clock=self.clock, note=note,
-        )  # fmt: skip
 
     def _seed(self, assignment: WorkAssignment, state_root: Digest) -> int:
         if not self.is_seeded:

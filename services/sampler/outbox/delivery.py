@@ -1,4 +1,4 @@
-"""Groups into the outbox, and due ones from it to the coordinator, in order.
+"""Groups into the outbox, and due ones to the coordinator.
 
 A group leaves the outbox only by its own final outcome; after anything else it is pushed again under the same id.
 Outcomes that arrived before a broken link count. A group that the coordinator refuses as invalid is replaced by an

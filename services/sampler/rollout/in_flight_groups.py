@@ -136,7 +136,7 @@ class EvaluationRequests(EngineRequests[OnEnd]):
 
 
 class InFlightGroups(EngineRequests[tuple[GroupDraft, int | None]]):
-    """All groups in flight by key, and their requests: of one member, or all."""
+    """All groups in flight by key, and their requests in the engine."""
 
     def __init__(self, *, group_size: int) -> None:
         super().__init__()

@@ -223,7 +223,7 @@ class VllmEngine:
         self._news.notify_all()
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
-        """Score texts in one batch; empty at a temperature, or if one has no room.
+        """Score texts in one batch; empty at a temperature or without room.
 
         vLLM does not apply a temperature to given tokens. The scores of a part would count as a report of other texts.
         """

@@ -256,7 +256,7 @@ def seeds_task(*, size: int, evaluation_size: int, seed: int) -> NumbersTask:
 
 
 def numbers_task(*, num_rows: int | None, size: int, evaluation_size: int) -> NumbersTask:
-    """Numbers of the tasks of an environment's data set; the last are held out.
+    """Numbers of an environment's tasks; the last are held out.
 
     `num_rows` is None for endless ones. Raises ConfigError if none is left for training.
     """

@@ -1,4 +1,4 @@
-"""Rows of every file as prompts: columns, filters, answers, flaws; rows of JSON lines."""
+"""Rows as prompts: columns, filters, answers, flaws; rows of JSON lines."""
 
 import json
 import logging

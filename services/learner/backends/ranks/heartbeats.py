@@ -1,4 +1,4 @@
-"""Heartbeats between ranks, over the store of their rendezvous or files next to it.
+"""Heartbeats between ranks, over their rendezvous or files next to it.
 
     each rank     counts up its own beat, several times in `rank_timeout_s`
     rank 0        reads the beats of all others
@@ -100,7 +100,7 @@ def end_process(error: OperatorError) -> None:
 
 
 class BeatFiles:
-    """The part of a store that heartbeats use; a `FileStore` would keep every beat."""
+    """A store for heartbeats: a `FileStore` would keep every beat."""
 
     def __init__(self, directory: Path) -> None:
         self._directory = directory

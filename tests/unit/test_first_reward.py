@@ -6,7 +6,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.learner import learner_parts as learner
 from heterorl.learner.learner_config import LearnerConfig
-from heterorl.sampler import components as sampler
+from heterorl.sampler import sampler_app as sampler
 from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.conversations import save_chat_model
 

@@ -1,7 +1,6 @@
 """A frozen model beside the learner: version 0 unless another is named; never trained, and what is far away pulls."""
 
 import dataclasses
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -9,9 +8,8 @@ import torch
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
 from heterorl.learner.backends.torch_backend import TorchBackend
-from heterorl.learner.backends.zero import ZeroSharding
 from heterorl.learner.loss.loss_config import CustomLossConfig, GrpoConfig
-from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, TorchBackendConfig
+from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.training import SAMPLING, is_identical, queued, random_groups, tiny_model, weights
 
 SETTINGS = {"lr": 1e-3, "micro_batch_tokens": 64}
@@ -129,15 +127,3 @@ def test_reference_of_another_architecture_is_refused(model_dir, tmp_path, famil
 def test_reference_that_is_not_there_is_named_by_its_own_key(model_dir, tmp_path):
     with pytest.raises(ConfigError, match=r"backend\.reference_model_dir: .*no-such-model"):
         _backend(model_dir, GrpoConfig(reference_kl=1.0), reference_model_dir=str(tmp_path / "no-such-model"))
-
-
-@pytest.mark.parametrize("loss", [GrpoConfig(reference_kl=1.0), NEAR_REFERENCE])
-def test_divided_models_have_no_reference(model_dir, loss):
-    with pytest.raises(ConfigError, match="reference model"):
-        ZeroSharding(
-            str(model_dir),
-            DeepSpeedBackendConfig(),
-            loss=loss,
-            sampling=SAMPLING,
-            ranks=SimpleNamespace(world_size=1, rank=0),
-        )

@@ -131,12 +131,10 @@ WRONG = (5, "x", True, [1], [[1, 2]], [[[], 1]], [["a"]], {"a": "b"}, {"a": {}},
 @pytest.mark.parametrize("key", export._Row.model_fields)
 def test_a_value_of_a_wrong_type_is_read_or_named(tmp_path, key):
     for value in WRONG:
-        refused, found = "", []
-        try:
-            found = list(read_export(lines(tmp_path / "x.jsonl", ROW | {key: value})))
-        except ConfigError as error:
-            refused = str(error)
-        assert len(found) == 1 or re.search(rf"row 1: ({key}[.:]|spans: )", refused), value
+        refused = []
+        found = list(read_export(lines(tmp_path / "x.jsonl", ROW | {key: value}), refuse=refused.append))
+        assert len(found) + len(refused) == 1
+        assert all(re.search(rf"row 1: ({key}[.:]|spans: )", str(error)) for error in refused), (value, refused)
 
 
 def test_a_line_has_a_largest_size(tmp_path, monkeypatch):
@@ -166,17 +164,21 @@ def test_a_file_that_cannot_be_read_is_refused_before_a_page_is_served(tmp_path)
     index.close()
 
 
-async def test_a_fault_in_the_middle_is_said_beside_what_was_read(tmp_path):
+async def test_a_fault_in_the_middle_is_said_beside_what_was_read(tmp_path, monkeypatch):
     index = SampleIndex(tmp_path, limit_bytes=1 << 30)
     rows = [ROW | {"id": n} for n in range(1, 201)]
+    rows[9] |= {"reward_parts": 5}
     # A sample of two completions, one of them faulty, would have a wrong mean.
-    rows[150:151] = [rows[150], rows[150] | {"index": 1, "reward_parts": 3}]
-    source = ExportedSamples(lines(tmp_path / "x.jsonl", *rows), index)
+    rows[20:21] = [rows[20], rows[20] | {"index": 1, "token_ids": 3}]
+    monkeypatch.setattr(export, "MAX_LINE_BYTES", 20_000)
+    path = lines(tmp_path / "x.jsonl", *rows[:150], "{", "y" * 50_000, *rows[150:])
+    source = ExportedSamples(path, index)
 
     source.start()
     await asyncio.to_thread(source._thread.join)
 
     assert source.progress.is_done
-    assert "row 152: reward_parts: " in source.progress.problem
-    assert index.held().num_samples == 150
+    assert "row 10: reward_parts: " in source.progress.problem
+    assert "4 faulty" in source.progress.problem
+    assert index.held().num_samples == 198
     index.close()

@@ -221,11 +221,13 @@ for role in "${roles[@]}"; do
   fi
   if [[ $kind == learner-deepspeed ]]; then write_nproc "$name"; fi
   unit=$(unit_of "$kind")
-  # A sampler by vLLM has the unit of a sampler, in its own environment.
-  text=$(mktemp)
-  sed "s#/current/#/$(link_of "$kind")/#" "$source_dir/services/launch/units/${unit/-vllm/}" >"$text"
+  text=$source_dir/services/launch/units/$unit
+  if [[ $kind == sampler-vllm ]]; then
+    # The unit of a sampler, in its own environment.
+    text=$(mktemp)
+    sed "s#/current/#/$(link_of "$kind")/#" "$source_dir/services/launch/units/${unit/-vllm/}" >"$text"
+  fi
   file 0644 "$text" "/etc/systemd/system/$unit"
-  rm -f "$text"
 done
 if [[ -z $destdir ]]; then run systemctl daemon-reload; fi
 

@@ -114,10 +114,11 @@ async def open_context(
 
     try:
         await database.run(lambda connection: _start(connection, config))
+        names = [each.name for each in config.evaluation]
+        with contextlib.suppress(StoreFull):
+            await database.run(lambda connection: evaluation_jobs.end_removed(connection, names, now=clock.wall()))
         # The bound may have shrunk. On a full disk the next kept sample trims.
         with contextlib.suppress(StoreFull):
-            names = [each.name for each in config.evaluation]
-            await database.run(lambda connection: evaluation_jobs.end_removed(connection, names, now=clock.wall()))
             while not await database.run(ring.trim):
                 pass
         storage, blobs, cache = await open_payloads(

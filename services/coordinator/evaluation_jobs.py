@@ -11,7 +11,6 @@ counts once; scores are durable when they are acknowledged. The end keeps the su
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -154,14 +153,18 @@ def hand_out(
         name = has_set[0].spec.task_set
         return None, [], f"the task of set {name} is another one at this site than the run evaluates"
     usable = [job for job in right if job.spec.version == policy_version and only in (None, job.spec.version)]
-    how: dict[str, Any] = {"holder": holder, "count": count, "request_id": request_id}
-    # A prompt that another site holds only when no set has an open one.
-    for from_others, job in itertools.product((False, True), usable):
-        if not job.is_begun and not from_others:
+    for job in usable:
+        if not job.is_begun:
             _begin(connection, job, sets[job.spec.task_set])
-        handed = work_assignments.hand_out_held_out(connection, numbers_of(job.id), from_others=from_others, **how)
-        if handed:
-            return job, handed, "of the version that the site has"
+    # A prompt that another site holds only when no set has an open one.
+    for from_others in (False, True):
+        for job in usable:
+            handed = work_assignments.hand_out_held_out(
+                connection, numbers_of(job.id), from_others=from_others, holder=holder, count=count,
+                request_id=request_id,
+            )  # fmt: skip
+            if handed:
+                return job, handed, "of the version that the site has"
     newer = [job for job in right if policy_version < job.spec.version == only]
     return newer[0] if newer else None, [], "no prompt is left of the version that the site has"
 

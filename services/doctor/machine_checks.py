@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import json
 import os
 import platform
 import re
@@ -42,6 +43,8 @@ class Disk:
     path: str
     free_bytes: int
     sync_s: float
+    kept_bytes: int = 0
+    """Of a learner's checkpoints, which make room for new ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +85,10 @@ def measure_disk(directory: Path) -> Disk | Failure:
     except OSError as error:
         kinds = {errno.ENOSPC: "full", errno.EDQUOT: "full", errno.EROFS: "readonly"}
         return Failure(kind=kinds.get(error.errno or 0, "denied"), detail=f"{place}: {error.strerror}")
-    return Disk(path=str(place), free_bytes=free, sync_s=statistics.median(times))
+    kept = 0
+    with contextlib.suppress(OSError):
+        kept = sum(path.stat().st_size for path in (directory / "checkpoints").rglob("*") if path.is_file())
+    return Disk(path=str(place), free_bytes=free, sync_s=statistics.median(times), kept_bytes=kept)
 
 
 def measure_memory(root: Path = Path("/")) -> int | Failure:
@@ -146,11 +152,14 @@ def measure_devices(devices: Sequence[str]) -> Device | Failure:
 
 
 def model_bytes(model_dir: str) -> int:
-    """Bytes of a local model's weight files; 0 if any is missing."""
+    """Bytes of a local model's weights in bf16; 0 if a file is missing."""
     try:
-        return sum(path.stat().st_size for path in Path(model_dir).glob("*.safetensors")) if model_dir else 0
-    except OSError:
+        num_bytes = sum(path.stat().st_size for path in Path(model_dir).glob("*.safetensors")) if model_dir else 0
+        config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8")) if num_bytes else {}
+        is_fp32 = (config.get("dtype") or config.get("torch_dtype")) == "float32"
+    except (OSError, ValueError, AttributeError):
         return 0
+    return num_bytes // 2 if is_fp32 else num_bytes
 
 
 def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure:
@@ -220,8 +229,8 @@ sampler holds fp32 weights (2), the current state and the next one."""
 DEVICE_TIMES = {Role.LEARNER: 11, Role.SAMPLER: 2}
 """GPU memory in the same units, with a little for activations or keys and values."""
 DISK_TIMES = {Role.LEARNER: (7, 21)}
-"""Disk in the same units below which a check fails or warns, else 1 and 2: a learner's checkpoint of 14 bytes a
-parameter, and three of them."""
+"""Disk in the same units, of one checkpoint (14 bytes a parameter) and of three: without room for the next one the
+check fails, for three with the kept ones it warns. Other roles: 1 and 2."""
 _CONTRACT = {
     "tokenizer_digest": "copy the run's model directory again: the tokenizer differs",
     "chat_template_digest": "set use_chat_template as the learner does, and use the run's tokenizer",
@@ -249,10 +258,11 @@ def judge_disk(fact: Disk | Failure, *, key: str, role: Role, state_bytes: int) 
         }
         return fail("disk", fact.detail, remedies[fact.kind])
     least_times, times = DISK_TIMES.get(role, (1, 2))
-    need = max(LEAST_FREE_BYTES, times * state_bytes)
+    least = max(least_times * state_bytes, LEAST_FREE_BYTES // 4)
+    need = max(LEAST_FREE_BYTES, times * state_bytes - fact.kept_bytes)
     found = f"{_gib(fact.free_bytes)} free under {fact.path}, a durable write takes {fact.sync_s * 1e3:.3g} ms"
-    if fact.free_bytes < max(least_times * state_bytes, LEAST_FREE_BYTES // 4):
-        return fail("disk", found, f"free space: at least {_gib(need)} is needed")
+    if fact.free_bytes < least:
+        return fail("disk", found, f"free space: at least {_gib(least)} is needed")
     if fact.free_bytes < need:
         return warn("disk", found, f"free space: {_gib(need)} is recommended")
     if fact.sync_s > SYNC_WARN_S:

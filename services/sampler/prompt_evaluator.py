@@ -39,7 +39,6 @@ from heterorl.sampler.rollout.in_flight_groups import EvaluationRequests, GroupD
 
 REWARD_WORKERS = 4
 """Default of reward_workers at a sampler: completions end faster than one process scores them."""
-_NO_DRAWS = EvaluationDraws(num_prompts=0, num_samples=1, temperature=0.0, max_new_tokens=1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +50,7 @@ class SiteSet:
     tool_parser: Parser | Literal["auto"] = "auto"
     conversations: Conversations | None = None
     """Environments of the task; None if no prompt has one."""
-    draws: EvaluationDraws = _NO_DRAWS
+    draws: EvaluationDraws
     """Draws that this site states, of at most its prompts; for `heterorl evaluate`."""
 
     def played(self, prompter: Prompter) -> Self:

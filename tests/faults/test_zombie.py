@@ -20,8 +20,9 @@ async def test_zombie_learner_has_no_effect_after_another_took_over(tmp_path):
         try:
             await cluster.until(client, lambda status: status.head_version >= 3)
             zombie = cluster.children["learner"].process
-            os.kill(zombie.pid, signal.SIGSTOP)
+            # Waits for the lease. A learner that is stopped for a minute may end by its own timer.
             cluster.start("learner-2")
+            os.kill(zombie.pid, signal.SIGSTOP)
             taken = await cluster.until(client, lambda status: status.learner == "learner-2")
             await cluster.until(client, lambda s: s.head_version >= taken.head_version + 2)
             os.kill(zombie.pid, signal.SIGCONT)

@@ -151,7 +151,7 @@ class HfEngine:
         ids = torch.from_numpy(np.concatenate([text.prompt, text.completion]).astype(np.int64)).to(self.device)
         # Logits of a long prompt could take more memory than its weights.
         output = self.model(input_ids=ids[None], use_cache=False, logits_to_keep=text.completion.size + 1)
-        logits = output.logits[0, :-1].float()
+        logits = output.logits[0, -text.completion.size - 1 : -1].float()
         shown = tempered(logits, self._sampling.logprob_temperature)
         return logprobs_of(shown, ids[text.prompt.size :]).cpu().numpy().astype(np.float32)
 

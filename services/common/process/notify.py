@@ -8,7 +8,7 @@ Most managers have no watchdog: a timer also writes all threads and ends the pro
 for HUNG_S, or its `Watch` for at most 1.5 times as long.
 
 Guarantees: messages need NOTIFY_SOCKET; a manager that does not listen never ends or blocks the process. WATCHDOG=1
-never comes from a thread, which would go on while the loop hangs. A process that SIGSTOP stopped for HUNG_S ends.
+never comes from a thread, which would go on while the loop hangs. A process that SIGSTOP stops for HUNG_S may end.
 """
 
 import asyncio
@@ -101,14 +101,11 @@ async def feed_watchdog(notifier: Notifier, clock: Clock, watch: Watch) -> None:
 
 async def _end_when_hung(watch: Watch) -> None:
     """A timer of C, which needs no GIL; each turn postpones it."""
-    try:
-        while True:
-            # A Watch that is silent for half of it has the rest.
-            if watch.silent_s() < HUNG_S / 2:
-                faulthandler.dump_traceback_later(HUNG_S, exit=True, file=2)
-            await asyncio.sleep(TICK_S)
-    finally:
-        faulthandler.cancel_dump_traceback_later()
+    while True:
+        # A Watch that is silent for half of it has the rest.
+        if watch.silent_s() < HUNG_S / 2:
+            faulthandler.dump_traceback_later(HUNG_S, exit=True, file=2)
+        await asyncio.sleep(TICK_S)
 
 
 def on_stop(signals: Iterable[int], *, notifier: Notifier, stop: Callable[[], None]) -> None:
@@ -137,6 +134,7 @@ async def running() -> AsyncIterator[Process]:
     """Run the body as a service, with its signals and watchdogs."""
     clock, notifier, stop, watch = SystemClock(), from_environment(), asyncio.Event(), Watch()
     on_stop((signal.SIGTERM, signal.SIGINT), notifier=notifier, stop=stop.set)
+    faulthandler.dump_traceback_later(HUNG_S, exit=True, file=2)
     feeding = [asyncio.create_task(feed_watchdog(notifier, clock, watch)), asyncio.create_task(_end_when_hung(watch))]
     try:
         yield Process(stop=stop, notifier=notifier, clock=clock, watch=watch)
@@ -144,3 +142,4 @@ async def running() -> AsyncIterator[Process]:
         for task in feeding:
             task.cancel()
         await asyncio.gather(*feeding, return_exceptions=True)
+        faulthandler.cancel_dump_traceback_later()

@@ -129,7 +129,9 @@ def _copy_store(connection: sqlite3.Connection, store: Path, data_dir: Path) -> 
 
 
 def _not_copied(error: sqlite3.Error) -> OperatorError:
-    return OperatorError(f"the store could not be copied: {error}", action="check the disk of data_dir")
+    return OperatorError(
+        f"the store could not be copied: {error}", action="check the disks of the backup and of data_dir"
+    )
 
 
 def _mark_restored(file: sqlite3.Connection, *, now: float) -> dict[str, Any]:

@@ -77,8 +77,8 @@ class Backups(Stores):
         except OSError as error:
             if error.errno in NO_ROOM:
                 raise StoreFull("there is no room for the backup", retry_after_s=_BUSY_S) from error
-            problem = f"the backup cannot be written to {self._directory}: {error.strerror}"
-            raise Busy(problem, action="check backup_dir at the coordinator", retry_after_s=_BUSY_S) from error
+            problem = f"the backup cannot be written: {error}"
+            raise Busy(problem, action="check that file's disk and rights", retry_after_s=_BUSY_S) from error
 
     async def _write(self, name: str) -> Backup:
         # Its own name: several runs may have one backup_dir.

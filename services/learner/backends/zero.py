@@ -316,7 +316,7 @@ class ZeroSharding(Sharding):
         Raises:
             DependencyMissing: DeepSpeed is not installed.
             ConfigError: the model cannot be loaded or trained in the chosen layout, the device does not exist, or the
-                loss depends on how a step is cut into passes or on a reference model.
+                loss depends on how a step is cut into passes.
         """
         check_divisible(loss, ranks, max_new_tokens=sampling.max_new_tokens)
         opened = open_together(model_dir, config, ranks)

@@ -10,8 +10,8 @@ are not kept if the environment is not deterministic: no process could step it a
 A row can kill its process, for example by the kernel's memory killer, and that process cannot report it. So
 `under_way.json` names the assignments in flight. The next process returns those that it does not continue, with the
 reason ENGINE_FAILED, and the coordinator closes a row that killed three processes. `held_out.json` counts such ends of
-held-out prompts, which the sampler itself answers without a score after three. A stop, and an end by an error that no
-prompt causes, remove both.
+held-out prompts, which the sampler itself answers without a score after three. After a registration a stop, and an end
+by an error that no prompt causes, remove both.
 """
 
 from __future__ import annotations

@@ -116,12 +116,13 @@ CASES = [
     (messages(trial("up", 1 << 16, "late", late=True)), Level.FAIL, "MTU"),
     (disk(Disk(path="/x", free_bytes=4 * GIB, sync_s=0.001)), Level.OK, "a durable write takes 1 ms"),
     (disk(Disk(path="/x", free_bytes=3 * GIB // 2, sync_s=0.001)), Level.WARN, "2 GiB is recommended"),
-    (disk(Disk(path="/x", free_bytes=GIB // 2, sync_s=0.001)), Level.FAIL, "at least 2 GiB"),
+    (disk(Disk(path="/x", free_bytes=GIB // 2, sync_s=0.001)), Level.FAIL, "at least 1 GiB"),
     (disk(Disk(path="/x", free_bytes=4 * GIB, sync_s=0.2)), Level.WARN, "put state_dir on a faster"),
     # Of a learner a checkpoint takes seven times the published state.
     (disk(Disk(path="/x", free_bytes=21 * GIB, sync_s=0.001), Role.LEARNER), Level.OK, "21 GiB free"),
     (disk(Disk(path="/x", free_bytes=20 * GIB, sync_s=0.001), Role.LEARNER), Level.WARN, "21 GiB is recommended"),
-    (disk(Disk(path="/x", free_bytes=6 * GIB, sync_s=0.001), Role.LEARNER), Level.FAIL, "at least 21 GiB"),
+    (disk(Disk(path="/x", free_bytes=6 * GIB, sync_s=0.001), Role.LEARNER), Level.FAIL, "at least 7 GiB"),
+    (disk(Disk(path="/x", free_bytes=7 * GIB, sync_s=0.001, kept_bytes=14 * GIB), Role.LEARNER), Level.OK, "7 GiB"),
     (disk(Failure(kind="full", detail="x")), Level.FAIL, "free space there"),
     (disk(Failure(kind="readonly", detail="x")), Level.FAIL, "mount it writable"),
     (disk(Failure(kind="denied", detail="x")), Level.FAIL, "give this user write access"),
@@ -331,6 +332,19 @@ def test_files_that_cannot_be_looked_at_are_findings_and_no_end(tmp_path):
     assert contract.level is Level.FAIL
     assert "model.safetensors" in contract.finding
     assert [machine_checks.model_bytes(str(place)) for place in (tmp_path, hidden)] == [0, 0]
+
+
+def test_weights_in_fp32_count_as_published_and_kept_checkpoints_as_room(tmp_path):
+    (tmp_path / "checkpoints" / "v1").mkdir(parents=True)
+    for path in (tmp_path / "model.safetensors", tmp_path / "checkpoints" / "v1" / "masters"):
+        path.write_bytes(bytes(100))
+    found = {}
+    for dtype in ("float32", "bfloat16"):
+        (tmp_path / "config.json").write_text(f'{{"torch_dtype": "{dtype}"}}')
+        found[dtype] = machine_checks.model_bytes(str(tmp_path))
+
+    assert found == {"float32": 50, "bfloat16": 100}
+    assert machine_checks.measure_disk(tmp_path).kept_bytes == 100
 
 
 @pytest.mark.parametrize(

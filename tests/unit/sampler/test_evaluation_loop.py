@@ -20,7 +20,7 @@ from heterorl.common.errors import (
 )
 from heterorl.common.process.clock import Bell
 from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.evaluation import HELD_OUT, MAX_HELD_OUT, EvaluationState
+from heterorl.common.types.evaluation import HELD_OUT, MAX_HELD_OUT, EvaluationDraws, EvaluationState
 from heterorl.common.types.rollout import RewardPart
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.prompt_evaluator import PromptEvaluator, SiteSet
@@ -29,6 +29,7 @@ from tests.support.games import Games
 from tests.support.run import SITE
 from tests.support.sampler_world import World
 
+DRAWS = EvaluationDraws(num_prompts=12, num_samples=16, temperature=0.5, max_new_tokens=1)
 SETS = [{"name": "held", "num_prompts": 12, "samples_per_prompt": 16, "temperature": 0.5, "every_versions": 2}]
 
 
@@ -73,7 +74,7 @@ class Prompts:
 async def world(tmp_path):
     world = await World.open(tmp_path, evaluation=SETS, max_work_ahead_s=3600.0)
     world.settings = {"swap": "in_flight", "work_ahead_s": 10.0, "evaluation_share": 0.5}
-    world.sets = (SiteSet(name="held", task=Held()),)
+    world.sets = (SiteSet(name="held", draws=DRAWS, task=Held()),)
     yield world
     await world.close()
 
@@ -199,7 +200,7 @@ async def test_newer_weights_wait_no_longer_for_episodes_of_many_turns(world, is
     world.settings["sampling"] = {"max_trajectory_tokens": 10**6}
     games = Games(length=10**6, max_turns=10**6)
     games.max_live = 16
-    world.sets = (SiteSet(name="held", task=Held(), conversations=games),)
+    world.sets = (SiteSet(name="held", draws=DRAWS, task=Held(), conversations=games),)
     await world.run.publish()
     world.start()
     world.engine.is_paced = True
@@ -514,7 +515,7 @@ async def test_a_refused_request_wakes_those_that_wait_for_its_rows():
 
 
 async def test_rewards_that_fail_are_counted_and_left_out(world):
-    world.sets = (SiteSet(name="held", task=Held(fails=(1, 3))),)
+    world.sets = (SiteSet(name="held", draws=DRAWS, task=Held(fails=(1, 3))),)
     await world.run.publish()
     world.start()
     done = await until_done(world)
@@ -547,7 +548,7 @@ def played(world):
     """A set whose prompts are answered by an environment, in two turns each."""
     games = Games(length=2)
     games.max_live = 16
-    world.sets = (SiteSet(name="held", task=Held(), conversations=games),)
+    world.sets = (SiteSet(name="held", draws=DRAWS, task=Held(), conversations=games),)
     return games
 
 
@@ -618,7 +619,7 @@ async def test_prompt_that_takes_long_to_begin_does_not_hold_the_event_loop(worl
             return super().evaluation_prompt(index)
 
     readers = set()
-    world.sets = (SiteSet(name="held", task=Slow()),)
+    world.sets = (SiteSet(name="held", draws=DRAWS, task=Slow()),)
     await world.run.publish()
     world.start()
     await until_done(world)

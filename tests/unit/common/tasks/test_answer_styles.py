@@ -199,6 +199,7 @@ STYLES = [
     ("12", [r"The total cost is \$12.", r"**\$12**", r"Each pays \$3, so 4 pay \$12.", r"The cost is $\$12$."], [r"Each pays \$12, so 4 pay \$48."]),
     *((one, ["It takes 3 1/2 hours.", "It takes $3 1/2$ hours.", r"Prices rose by \$3 1/2."], ["It takes 2 1/2 hours."]) for one in ("3.5", "7/2")),
     *((one, [], ["It takes 3 1/2 hours."]) for one in ("1", "3", "1/2")),
+    ("7/2", [], ["We add 1 + 2 = 3\n1/2 is left."]),
     # Headings.
     ("B", ["#### Analysis\nBlah.\n\n**Answer: B**", "##### Step\nThe answer is B."], []),
     ("(3,4)", ["#### Step 2\nThe answer is (3, 4)."], []),

@@ -6,7 +6,7 @@ import threading
 import pytest
 import torch.distributed as dist
 
-from heterorl.learner.backends.ranks.heartbeats import Heartbeats
+from heterorl.learner.backends.ranks.heartbeats import BeatFiles, Heartbeats
 from heterorl.learner.backends.ranks.rank_env import RankEnv
 
 TIMEOUT_S = 0.4
@@ -20,6 +20,19 @@ def _place(rank, world_size=3):
 def stores():
     master = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     return lambda: dist.TCPStore("127.0.0.1", master.port, is_master=False)
+
+
+def test_beats_of_one_machine_are_written_in_place(tmp_path):
+    """A full disk has no room for a new file."""
+    beats = BeatFiles(tmp_path)
+    assert not beats.check(["beat/1"])
+    seen = []
+    for number in ("9", "10"):
+        beats.set("beat/1", number)
+        seen.append((beats.get("beat/1"), [(path.stat().st_ino, path.stat().st_size) for path in tmp_path.iterdir()]))
+
+    assert [value for value, _ in seen] == [b"9", b"10"]
+    assert seen[0][1] == seen[1][1]
 
 
 class Ranks:

@@ -152,7 +152,7 @@ def measure_devices(devices: Sequence[str]) -> Device | Failure:
 
 
 def model_bytes(model_dir: str) -> int:
-    """Bytes of a local model's weights in bf16; 0 if a file is missing."""
+    """Bytes of a model's weights in bf16; 0 if one is missing."""
     try:
         num_bytes = sum(path.stat().st_size for path in Path(model_dir).glob("*.safetensors")) if model_dir else 0
         config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8")) if num_bytes else {}

@@ -138,8 +138,9 @@ def write_report(out: Path, summary: Mapping[str, Any]) -> Path:
     The run has at least one step."""
     lag = summary["lag_versions"]
     remarks = [
-        f"Every answer that the learner trained on was written by a policy about {lag} versions older than the one in"
-        " training. The learning rate is about a thousand times a large model's, so versions are far apart.",
+        f"After the first {lag} versions, each answer that the learner trains on was written by a policy about {lag}"
+        " versions older. The learning rate is about a thousand times a large model's, so versions are far apart."
+        " --algorithm grpo shows a loss that this hurts; one run is one seed.",
         *(f"Not as promised: {problem}." for problem in summary["problems"]),
     ]
     done = f"after {summary['steps']} of {summary['max_steps']} steps"

@@ -44,7 +44,7 @@ class Disk:
     free_bytes: int
     sync_s: float
     kept_bytes: int = 0
-    """Of a learner's checkpoints, which make room for new ones."""
+    """Bytes of a learner's checkpoints: the learner deletes old ones after a new one."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

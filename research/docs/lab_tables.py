@@ -384,6 +384,7 @@ LAB: dict[str, Callable[[], str]] = {
     "whole-ends-beside": lambda: _beside("whole_ends", "gepo-whole", _ENDS),
     "whole-lengths": lambda: _by("whole_lengths", _WHOLE_LENGTHS, lambda run: run.task, _own, less=""),
     "gates21": lambda: _gates("gates21"),
+    "gates101": lambda: _gates("gates101"),
     "warmup21": _warmup,
     "whole-lengths-beside": lambda: _by(
         "whole_lengths", _WHOLE_LENGTHS, lambda run: run.task, _minus_whole, less="gepo-whole"

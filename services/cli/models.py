@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from heterorl.cli.connection import ADDRESS_VARIABLE, bytes_bar, console_of
+from heterorl.cli.connection import ADDRESS_VARIABLE, console_of
 from heterorl.common.process.config_file import quoted
 from heterorl.common.types.common import amount, strict_json
 
@@ -230,12 +230,12 @@ def export(
     ] = None,
     adapter: Annotated[bool, typer.Option("--adapter", help="Write only the adapters, in peft's format.")] = False,
     dtype: Annotated[ExportDtype | None, typer.Option(help="Type of the weights; default: as published.")] = None,
-    max_shard_size: Annotated[str, typer.Option(help="Maximum size of one file of weights, such as 5GB.")] = "50GB",
+    max_shard_size: Annotated[str, typer.Option(help="Maximum size of one file of weights, such as 50GB.")] = "5GB",
 ) -> None:
     """Write a trained model as a Hugging Face directory; adapters are merged.
 
-    It writes safetensors, config and tokenizer. From a checkpoint it streams one tensor at a time and never holds the
-    whole model in memory; a version is pulled into memory. The directory appears when it is complete.
+    It writes safetensors, config and tokenizer, and holds the weights in memory once. The directory appears when it is
+    complete.
 
     Examples: `heterorl export --checkpoint learner/ --model-dir models/start --out trained`,
     `heterorl export --version 41 --config sampler.toml --out trained`
@@ -256,7 +256,6 @@ def export(
             model, source = str(model_dir), checkpoint
         from heterorl.learner.export import export_model
 
-        report = stack.enter_context(bytes_bar("writing weights"))
         export_model(
             model_dir=model,
             source=source,
@@ -264,7 +263,6 @@ def export(
             adapter_only=adapter,
             dtype=dtype,
             max_shard_size=max_shard_size,
-            report=report,
         )
     console_of().print(f"model written to {out}")
 

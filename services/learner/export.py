@@ -1,26 +1,26 @@
 """A trained model as a Hugging Face directory, bit for bit.
 
-transformers may store tensors under other names or in other pieces than the model has them, as experts. It is asked for
-the form of tensors without values. In memory are one tensor of the model, or those that become one together, and a
-chunk of the published weights.
+The published weights are held in memory once; transformers names, splits and writes them.
 """
 
 import functools
 import json
 import os
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+import shutil
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
-from heterorl.common.errors import ConfigError, CorruptStore, StateMismatch
+from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import PARTS, LoraLinear, attach
 from heterorl.common.model.model_directory import copy_others, copy_tokenizer
@@ -28,25 +28,12 @@ from heterorl.common.process.files import appearing
 from heterorl.common.text.prompter import Prompter, end_token_ids
 from heterorl.common.types.common import LoraSettings
 from heterorl.common.types.policy import Manifest
-from heterorl.common.weights.arena import (
-    WIDTH,
-    Arena,
-    Chunk,
-    Dtype,
-    IntArray,
-    Layout,
-    digest_integers,
-    state_root,
-    zeros,
-)
-from heterorl.common.weights.codec import apply_chunk
+from heterorl.common.weights.arena import Arena, Dtype, Layout
 from heterorl.common.weights.manifest import verify_state
-from heterorl.common.weights.payload import PayloadChunks, apply_payload
-from heterorl.common.weights.safetensors_layout import SafetensorsLayout
+from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.learner.backends.loading import digest_of_opened, empty_model, open_model
 from heterorl.learner.backends.optimizer_state import read_lora
-from heterorl.learner.backends.tensor_file import INDEX_FILE, TYPE_NAMES
 from heterorl.learner.publish.checkpoint_store import (
     BACKEND_DIRECTORY,
     DONE_FILE,
@@ -56,8 +43,6 @@ from heterorl.learner.publish.checkpoint_store import (
     read_checkpoint,
 )
 
-Report = Callable[[int, int], None]
-"""Called with the bytes that are written, and their total."""
 Read = Callable[[str], torch.Tensor]
 """A tensor by its name in the model; not to be written to."""
 
@@ -72,157 +57,24 @@ class VersionSource:
     """Builds and verifies the version's weights, in memory."""
 
 
-_PATTERN = "model{suffix}.safetensors"
 _DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Form:
-    """The form of a model's files."""
-
-    types: Mapping[str, torch.dtype]
-    """Types of floating tensors by the model's names."""
-    parts: Sequence[list[str]]
-    """Names of the model's tensors that become tensors of files together; mostly one."""
-    same: Set[str]
-    """Names whose tensor is the file's; transformers converts the others."""
-    tensors: Mapping[str, torch.Tensor]
-    """Type and shape by the files' names, on the meta device."""
-    files: Mapping[str, Sequence[str]]
-    """Names of tensors by file."""
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors.values())
-
-
-def _snapshot_reader(path: Path, layout: Layout, manifest: Manifest) -> Read:
-    """The tensors of a snapshot file, each chunk checked before use.
-
-    The manifest has the chunks' digests. One decoded chunk is kept: tensors read in the order of their names are
-    decoded once.
-    """
-    digests = manifest.chunk_digests
-    if len(digests) != len(layout.chunks) or state_root(layout.layout_id, digests) != manifest.state_root:
-        raise StateMismatch(f"the state root differs from version {manifest.version}")
-    coded = PayloadChunks(path, layout_id=layout.layout_id, chunks=layout.chunks, expected_from_root=None)
-
-    @functools.lru_cache(maxsize=1)
-    def decoded(number: int) -> IntArray:
-        method, data = coded.read(number)
-        chunk = zeros(layout.chunks[number])
-        apply_chunk(method, memoryview(data), chunk)
-        if digest_integers(chunk) != digests[number]:
-            raise StateMismatch(f"chunk {number} differs from version {manifest.version}")
-        return chunk
-
-    def read(name: str) -> torch.Tensor:
-        spec = layout.spec(name)
-        begin = layout.offsets[spec.name]
-        whole = Chunk(width=WIDTH[spec.dtype], start=begin, stop=begin + spec.num_elements)
-        bits = zeros(whole)
-        for number, chunk in enumerate(layout.chunks):
-            start, stop = max(whole.start, chunk.start), min(whole.stop, chunk.stop)
-            if chunk.width == whole.width and start < stop:
-                bits[start - whole.start : stop - whole.start] = decoded(number)[
-                    start - chunk.start : stop - chunk.start
-                ]
-        return torch.from_numpy(bits).view(tensors.TORCH_DTYPE[spec.dtype]).view(spec.shape)
-
-    return read
-
-
-def _write_weights(
-    directory: Path, model: nn.Module, read: Read, *, dtype: Dtype, max_shard_size: str, report: Report
-) -> None:
-    """Write the files of weights and, if several, their index.
-    The model's parameters may be on the meta device."""
-    form = _form_of(model, dtype, max_shard_size=max_shard_size)
-    state = model.state_dict()
-    done = 0
-    with ExitStack() as stack:
-        places: dict[str, tuple[BinaryIO, int]] = {}
-        for file_name, names in form.files.items():
-            # safetensors sorts alike: wide types first, then names.
-            order = sorted(names, key=lambda name: (-form.tensors[name].element_size(), name))
-            table = [(name, TYPE_NAMES[form.tensors[name].dtype], tuple(form.tensors[name].shape)) for name in order]
-            plan = SafetensorsLayout(table, metadata={"format": "pt"})
-            file: BinaryIO = stack.enter_context((directory / file_name).open("wb"))
-            file.write(plan.header)
-            file.truncate(plan.num_bytes)
-            places |= {name: (file, plan.place(name)) for name in names}
-        for names in form.parts:
-            for name, tensor in _written(model, form, names, read, state):
-                out, place = places[name]
-                out.seek(place)
-                if tensor.numel():
-                    out.write(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
-                done += tensor.nbytes
-                report(done, form.num_bytes)
-                del tensor  # before the next one comes
-    assert done == form.num_bytes, "every tensor of the files comes from one of the model"
-    if len(form.files) > 1:
-        total = sum(tensor.numel() for tensor in form.tensors.values())
-        index = {
-            "metadata": {"total_parameters": total, "total_size": form.num_bytes},
-            "weight_map": {name: file_name for file_name, names in form.files.items() for name in names},
-        }
-        (directory / INDEX_FILE).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-
-
-def _written(
-    model: nn.Module, form: _Form, names: Sequence[str], read: Read, state: Mapping[str, torch.Tensor]
-) -> Iterator[tuple[str, torch.Tensor]]:
-    """The tensors of files that a part becomes, by their names there."""
-    # Tensors that are not floating are never published; they are the model's own.
-    held = {
-        name: _converted(read(name), form.types[name], name) if name in form.types else state[name] for name in names
-    }
-    yield from (held if form.same >= set(names) else _reverted(model, held)).items()
-
-
-def _form_of(model: nn.Module, dtype: Dtype, *, max_shard_size: str) -> _Form:
-    types = {name: tensors.TORCH_DTYPE[kind] for name, kind in tensors.types_of(model, dtype).items()}
-    state = {
-        name: torch.empty(tensor.shape, dtype=types.get(name, tensor.dtype), device="meta")
-        # Layer 10 behind layer 9, as transformers fills files.
-        for name, tensor in sorted(_saved(model).items(), key=lambda item: _natural(item[0]))
-    }
-    written = _reverted(model, state)
-    like = {name: torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") for name, tensor in written.items()}
-    try:
-        split = split_torch_state_dict_into_shards(like, filename_pattern=_PATTERN, max_shard_size=max_shard_size)
-    except ValueError as error:
-        raise ConfigError("max_shard_size", str(error), action='give a number and a unit, such as "5GB"') from error
-    same = {name for name, tensor in state.items() if written.get(name) is tensor}
-    parts = sorted([*([name] for name in same), *_parts(model, state, written, same)])
-    return _Form(types=types, parts=parts, same=same, tensors=like, files=split.filename_to_tensors)
-
-
-def _reverted(model: nn.Module, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The files' tensors of tensors of a model."""
-    from transformers.core_model_loading import revert_weight_conversion
-
+def _write_weights(directory: Path, model: nn.Module, read: Read, *, dtype: Dtype, max_shard_size: str) -> None:
+    """Write the weights as transformers does; the model's parameters may be on the meta device."""
+    types = tensors.types_of(model, dtype)
+    state: dict[str, torch.Tensor] = {}
+    written: dict[int, torch.Tensor] = {}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if name.rpartition(".")[2] in PARTS:
+            continue
+        if id(tensor) not in written:
+            # Tensors that are not floating are never published; they are the model's own.
+            is_own = name not in types
+            written[id(tensor)] = tensor if is_own else _converted(read(name), tensors.TORCH_DTYPE[types[name]], name)
+        state[name] = written[id(tensor)]
     network: Any = model
-    written: dict[str, torch.Tensor] = revert_weight_conversion(network, dict(state))
-    return written
-
-
-def _parts(
-    model: nn.Module, state: Mapping[str, torch.Tensor], written: Mapping[str, torch.Tensor], same: Set[str]
-) -> Iterator[list[str]]:
-    missing = written.keys() - same
-    rest = []
-    for name in (name for name in state if name not in same):
-        alone = _reverted(model, {name: state[name]})
-        if all(key in missing and tensor.shape == written[key].shape for key, tensor in alone.items()):
-            missing -= alone.keys()
-            yield [name]
-        else:
-            rest.append(name)
-    if rest:
-        # Several of the model's tensors make one tensor of a file.
-        yield rest
+    network.save_pretrained(directory, state_dict=state, max_shard_size=max_shard_size)
 
 
 def _converted(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
@@ -234,37 +86,6 @@ def _converted(tensor: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Ten
     return converted
 
 
-def _saved(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The state without adapters; of tied tensors one.
-    It has the name under which transformers looks for it."""
-    network: Any = model
-    ignored = set(getattr(network, "_keys_to_ignore_on_save", None) or ())
-    state = {
-        name: tensor
-        for name, tensor in model.state_dict(keep_vars=True).items()
-        if name.rpartition(".")[2] not in PARTS and name not in ignored
-    }
-    tied: dict[int, list[str]] = {}
-    for name, tensor in state.items():
-        tied.setdefault(id(tensor), []).append(name)
-    patterns = [
-        f"{path}.{pattern}" if path else pattern
-        for path, module in model.named_modules()
-        for pattern in getattr(module, "_tied_weights_keys", None) or ()
-    ]
-    for names in tied.values():
-        own = [name for name in sorted(names) if not any(re.search(pattern, name) for pattern in patterns)]
-        kept = own[0] if own else max(names)
-        for name in names:
-            if name != kept:
-                del state[name]
-    return state
-
-
-def _natural(name: str) -> list[tuple[bool, int, str]]:
-    return [(not part.isdigit(), int(part) if part.isdigit() else 0, part) for part in name.split(".")]
-
-
 def export_model(
     *,
     model_dir: str | Path,
@@ -272,8 +93,7 @@ def export_model(
     out_dir: Path,
     adapter_only: bool = False,
     dtype: Dtype | None = None,
-    max_shard_size: str = "50GB",
-    report: Report = lambda _done, _all: None,
+    max_shard_size: str = "5GB",
 ) -> None:
     """Write safetensors in the published type, config, generation config and tokenizer.
 
@@ -286,8 +106,7 @@ def export_model(
         out_dir: must not exist, or be empty; appears complete or not at all.
         adapter_only: write the adapters as files for `peft`, without the base model.
         dtype: None for the published type. A narrower one rounds all tensors that the model does not keep in fp32.
-        max_shard_size: such as "5GB", by default transformers' own; a larger tensor has a file of its own.
-        report: called with the bytes of weights that are written, and their total.
+        max_shard_size: largest file of weights; a larger tensor has a file of its own.
 
     Raises:
         ConfigError: `out_dir` is in use or cannot be made, `model_dir` is another model, there are no adapters to
@@ -300,6 +119,7 @@ def export_model(
     # A rename would take the place of a link, not of its directory.
     out_dir = out_dir.resolve()
     _check_place(out_dir)
+    _check_shard_size(max_shard_size)
     with ExitStack() as stack:
         if isinstance(source, Path):
             path = stack.enter_context(_kept(source))
@@ -313,21 +133,44 @@ def export_model(
         elif isinstance(source, Path):
             manifest = manifest_from_bytes(read_checkpoint(path).manifest)
             model, layout = _model_of(model_dir, manifest.layout_id)
-            read = _snapshot_reader(path / PUBLISHED_FILE, layout, manifest)
+            read = functools.partial(tensors.read_tensor, _verified(path, manifest, layout))
         else:
             model, layout = _model_of(model_dir, source.layout_id)
             read = functools.partial(tensors.read_tensor, source.pull(layout))
         dtype = dtype or tensors.main_type(layout)
         out_dtype = tensors.TORCH_DTYPE[dtype]
-        with appearing(out_dir) as directory:
-            copy_tokenizer(str(model_dir), directory)
-            copy_others(str(model_dir), directory)
+        with appearing(out_dir) as directory, _system_errors():
             if adapter_only:
                 _write_adapter(directory, model, lora, dtype=out_dtype, model_dir=str(model_dir))
             else:
-                _write_weights(directory, model, read, dtype=dtype, max_shard_size=max_shard_size, report=report)
+                _write_weights(directory, model, read, dtype=dtype, max_shard_size=max_shard_size)
                 _write_config(directory, model, dtype=out_dtype)
+            copy_tokenizer(str(model_dir), directory)
+            copy_others(str(model_dir), directory)
+            if not adapter_only:
                 _write_ends(directory, str(model_dir))
+            for file in directory.glob("*.safetensors"):
+                # safetensors writes files for their owner only.
+                shutil.copymode(next(directory.glob("*config.json")), file)
+
+
+def _check_shard_size(max_shard_size: str) -> None:
+    try:
+        split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
+    except ValueError as error:
+        raise ConfigError("max_shard_size", str(error), action='give a number and a unit, such as "5GB"') from error
+
+
+@contextmanager
+def _system_errors() -> Iterator[None]:
+    """A body whose errors of safetensors that the system made become OSError."""
+    try:
+        yield
+    except SafetensorError as error:
+        number = re.search(r"os error (\d+)", str(error))
+        if number is None:
+            raise
+        raise OSError(int(number[1]), str(error)) from error
 
 
 def _check_place(out_dir: Path) -> None:
@@ -380,7 +223,11 @@ def read_published(path: Path, model: nn.Module) -> Arena:
         CorruptStore: no valid checkpoint is there.
     """
     manifest = manifest_from_bytes(read_checkpoint(path).manifest)
-    arena = Arena(_layout_for(model, manifest.layout_id))
+    return _verified(path, manifest, _layout_for(model, manifest.layout_id))
+
+
+def _verified(path: Path, manifest: Manifest, layout: Layout) -> Arena:
+    arena = Arena(layout)
     apply_payload(path / PUBLISHED_FILE, arena, expected_from_root=None)
     verify_state(manifest, arena)
     return arena
@@ -405,8 +252,6 @@ def _write_config(directory: Path, model: nn.Module, *, dtype: torch.dtype) -> N
         if hasattr(config, "quantization_config"):
             del config.quantization_config
     network.config.save_pretrained(directory)
-    if not (directory / "generation_config.json").exists():
-        network.generation_config.save_pretrained(directory)
 
 
 def _write_ends(directory: Path, model_dir: str) -> None:

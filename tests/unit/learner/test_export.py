@@ -2,12 +2,11 @@ import errno
 import json
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
@@ -134,6 +133,7 @@ def test_export_keeps_the_tokenizer_as_it_is(tmp_path):
     assert (tmp_path / "out" / name).read_bytes() == (base / name).read_bytes()
     assert AutoTokenizer.from_pretrained(tmp_path / "out").eos_token_id == 0
     assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] == "qwen3"
+    assert len({path.stat().st_mode for path in (tmp_path / "out").iterdir()}) == 1
     assert (tmp_path / "out" / "generation_config.json").exists()
 
 
@@ -216,15 +216,17 @@ def test_export_refuses_a_directory_that_cannot_be_replaced_before_any_work(tmp_
         export_model(model_dir=tmp_path / "none", source=tmp_path / "none", out_dir=Path())
 
 
-def test_export_names_a_full_disk_and_a_directory_that_cannot_be_made(tmp_path):
+def test_export_names_a_full_disk_and_a_directory_that_cannot_be_made(tmp_path, monkeypatch):
     base = _write_base(tmp_path / "base")
     _checkpoint(tmp_path / "state", base)
 
-    def fill(_, __):
-        raise OSError(errno.ENOSPC, "No space left on device")
+    def fill(*_, **__):
+        # As safetensors says it on a full tmpfs.
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
+    monkeypatch.setattr("transformers.modeling_utils.safe_save_file", fill)
     with pytest.raises(DiskFull):
-        export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out", report=fill)
+        export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
     with pytest.raises(ConfigError, match="out: .*no directory that this user can write"):
         export_model(model_dir=base, source=tmp_path / "state", out_dir=base / "config.json" / "out")
     assert not list(tmp_path.glob("out*"))
@@ -354,8 +356,8 @@ def test_files_are_those_of_transformers_byte_for_byte(tmp_path, kind, max_shard
 
     export_model(model_dir=base, source=path, out_dir=tmp_path / "out", max_shard_size=max_shard_size)
 
-    if (kind, max_shard_size) != ("experts", "20KB"):
-        # Of a model that it has loaded, transformers sorts experts otherwise: other files, the same tensors.
+    if max_shard_size == "50GB":
+        # transformers sorts the tensors of a model that it has loaded: other files, the same tensors.
         assert _weight_files(tmp_path / "out") == _weight_files(expected)
     assert (len(_weight_files(expected)) > 2) is (max_shard_size == "20KB")
     for name in ("config.json", "generation_config.json"):
@@ -366,20 +368,14 @@ def test_files_are_those_of_transformers_byte_for_byte(tmp_path, kind, max_shard
 
 def test_weights_are_written_in_the_type_that_is_asked_for(tmp_path):
     base = _write_base(tmp_path / "base")
-    _, published = _checkpoint(tmp_path / "state", base, dtype="fp32")
-    told = []
+    _checkpoint(tmp_path / "state", base, dtype="fp32")
 
     for dtype in ("fp32", "bf16"):
-        export_model(
-            model_dir=base, source=tmp_path / "state", out_dir=tmp_path / dtype, dtype=dtype,
-            report=lambda done, total: told.append((done, total)),
-        )  # fmt: skip
+        export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / dtype, dtype=dtype)
 
     wide, narrow = (load_file(tmp_path / dtype / "model.safetensors") for dtype in ("fp32", "bf16"))
     assert all(torch.equal(narrow[name], wide[name].to(torch.bfloat16)) for name in wide)
     assert json.loads((tmp_path / "bf16" / "config.json").read_text())["dtype"] == "bfloat16"
-    assert told[-1] == (2 * published.layout.num_elements,) * 2
-    assert [done for done, total in told if total == told[-1][1]] == sorted({done for done, _ in told[len(wide) :]})
 
 
 def test_weights_that_a_type_cannot_hold_are_refused(tmp_path):
@@ -393,20 +389,21 @@ def test_weights_that_a_type_cannot_hold_are_refused(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "state"]
 
 
-def test_export_that_is_cut_leaves_nothing_and_is_done_again(tmp_path):
+def test_export_that_is_cut_leaves_nothing_and_is_done_again(tmp_path, monkeypatch):
     """Of a killed one `out.writing` is left, under no name that anybody reads."""
     base = _write_base(tmp_path / "base")
     _checkpoint(tmp_path / "state", base)
     (tmp_path / "out.writing").mkdir()
     (tmp_path / "out.writing" / "model-00001-of-00009.safetensors").write_bytes(b"half")
 
-    def cut(done, _):
-        assert (tmp_path / "out.writing").exists()
-        if done > 9000:
-            raise KeyboardInterrupt
+    def cut(_model_dir, directory):
+        assert list(_weight_files(directory)) == ["model.safetensors"]
+        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out", report=cut)
+    with monkeypatch.context() as patched:
+        patched.setattr(export, "copy_tokenizer", cut)
+        with pytest.raises(KeyboardInterrupt):
+            export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "state"]
 
     (tmp_path / "out").mkdir()
@@ -415,19 +412,3 @@ def test_export_that_is_cut_leaves_nothing_and_is_done_again(tmp_path):
     assert list(_weight_files(tmp_path / "out")) == ["model.safetensors"]
     with pytest.raises(ConfigError, match="not empty"):
         export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
-
-
-@pytest.mark.process
-@pytest.mark.slow
-@pytest.mark.timeout(120)
-def test_memory_of_an_export_is_that_of_tensors_not_of_the_model(tmp_path):
-    """100 million parameters, 200 MB, the largest tensor of 31 MB, in a process that has exported a small model before."""
-    answer = subprocess.run(
-        [sys.executable, "-m", "tests.support.export_memory", str(tmp_path)],
-        capture_output=True, text=True, check=True,
-    )  # fmt: skip
-
-    found = json.loads(answer.stdout.splitlines()[-1])
-    assert found["num_elements"] > 100e6
-    assert found["written"] > 2 * found["num_elements"]
-    assert found["above"] < 80e6, found

@@ -203,8 +203,8 @@ def demo(
     """Train a small model while its samplers are 64 versions behind.
 
     It takes about two minutes. It warm-starts a small model on addition, then starts a coordinator, a
-    learner and two samplers as processes. They talk gRPC over loopback, each with its own certificate. A live table
-    shows the run. It writes report.html, summary.json and a Hugging Face model to --out.
+    learner and two samplers as processes. They talk gRPC over loopback, each with its own certificate. A line every
+    five seconds shows the run. It writes report.html, summary.json and a Hugging Face model to --out.
 
     Exit code 0: all promises were kept. 1: one was broken, or the run failed. 2: an option is wrong; nothing was
     started. 130: Ctrl-C; all processes were stopped, and summary.json holds the results since the warm start.

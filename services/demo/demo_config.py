@@ -80,7 +80,7 @@ def check_options(options: DemoOptions) -> None:
 SITES = ("site-east", "site-west")
 RUN_ID = "demo"
 NODES = (("coordinator", "main"), ("learner", "learner"), *(("sampler", site) for site in SITES), ("operator", "demo"))
-"""Role and site of every certificate; the operator's is for the live view."""
+"""Role and site of every certificate; the operator's is for `heterorl top`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,4 +1,4 @@
-"""`heterorl demo`: warm start, four processes, live view, verdict.
+"""`heterorl demo`: warm start, four processes, progress, verdict.
 
 The processes use loopback and certificates.
 
@@ -9,7 +9,6 @@ any time stops all processes in order. After the first step every ending writes 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import datetime
 import json
 import time
@@ -17,16 +16,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group
-from rich.live import Live
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
 from heterorl.common.errors import HeterorlError, RemoteError
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.types.common import StepReport, amount, value_of_row
+from heterorl.common.types.common import StepReport, value_of_row
 from heterorl.common.types.run import RunStatus, step_words
 from heterorl.demo.demo_config import (
     FULL,
@@ -34,6 +30,7 @@ from heterorl.demo.demo_config import (
     TINY,
     DemoOptions,
     Regime,
+    certificates_dir,
     claim,
     coordinator_tables,
     learner_tables,
@@ -41,9 +38,9 @@ from heterorl.demo.demo_config import (
     sampler_tables,
     tls_table,
 )
-from heterorl.demo.demo_results import Ending, broken_promises, measure, start_accuracy, verdict, write_report
+from heterorl.demo.demo_results import Ending, broken_promises, measure, verdict, write_report
 from heterorl.demo.processes import Child, Interruption, start, stop_together
-from heterorl.report.figures import newest_accuracy, sparkline
+from heterorl.report.figures import newest_accuracy
 from heterorl.report.past_run import journal_rows
 from heterorl.sampler.trust_record import record_name
 
@@ -148,6 +145,8 @@ class _Demo:
         for site in SITES:
             tables = sampler_tables(regime, options, site=site, address=address, model_dir=self._model_dir)
             self._children.append(start("sampler", name=site, tables=tables, directory=out))
+        operator = certificates_dir(options) / "operator-demo"
+        self._console.print(f"watch it from a second terminal: heterorl top {address} --credentials {operator}")
         return address
 
     async def _address(self, coordinator: Child) -> str:
@@ -162,35 +161,24 @@ class _Demo:
     async def _watch(self, client: CoordinatorClient) -> None:
         last_step_s, num_steps = time.monotonic(), 0
         shown, next_line, num_shown = "", 0.0, 0
-        live = Live(console=self._console, auto_refresh=False) if self._console.is_terminal else None
-        with live or contextlib.nullcontext():
-            while True:
-                await self._look(client)
-                for child in self._children:
-                    child.check()
-                if live is not None and self._status is not None:
-                    picture = render(
-                        self._status,
-                        self._reports,
-                        regime=self._regime,
-                        warm_start=start_accuracy(journal_rows(self._options.out / "learner" / "evaluations.jsonl")),
-                        algorithm=self._options.algorithm.upper(),
-                    )
-                    live.update(picture, refresh=True)
-                elif self._status is not None:
-                    text = line(self._status, self._reports, max_steps=self._regime.max_steps)
-                    # Print the first step at once, and an unchanged state only once.
-                    is_first = bool(self._reports) and not num_shown
-                    if text != shown and (is_first or time.monotonic() >= next_line):
-                        self._console.print(text)
-                        shown, next_line, num_shown = text, time.monotonic() + LINE_S, len(self._reports)
-                if all(child.exit_code == 0 for child in self._children if child.name != "coordinator"):
-                    return
-                if len(self._reports) > num_steps:
-                    last_step_s, num_steps = time.monotonic(), len(self._reports)
-                if time.monotonic() > last_step_s + self._regime.time_limit_s:
-                    raise HeterorlError(f"no step came for {self._regime.time_limit_s:.0f} s")
-                await asyncio.sleep(REFRESH_S)
+        while True:
+            await self._look(client)
+            for child in self._children:
+                child.check()
+            if self._status is not None:
+                text = line(self._status, self._reports, max_steps=self._regime.max_steps)
+                # Print the first step at once, and an unchanged state only once.
+                is_first = bool(self._reports) and not num_shown
+                if text != shown and (is_first or time.monotonic() >= next_line):
+                    self._console.print(text)
+                    shown, next_line, num_shown = text, time.monotonic() + LINE_S, len(self._reports)
+            if all(child.exit_code == 0 for child in self._children if child.name != "coordinator"):
+                return
+            if len(self._reports) > num_steps:
+                last_step_s, num_steps = time.monotonic(), len(self._reports)
+            if time.monotonic() > last_step_s + self._regime.time_limit_s:
+                raise HeterorlError(f"no step came for {self._regime.time_limit_s:.0f} s")
+            await asyncio.sleep(REFRESH_S)
 
     async def _look(self, client: CoordinatorClient) -> None:
         try:
@@ -277,43 +265,5 @@ def line(status: RunStatus, reports: Sequence[StepReport], *, max_steps: int) ->
     return (
         f"step {step_words(report.step, max_steps)}  version {status.head_version}  reward {report.reward_mean:.3f}  "
         f"accuracy {'-' if accuracy is None else f'{accuracy:.3f}'}  staleness {report.staleness_mean:.0f}  "
-        f"KL {report.kl:.3f}  queue {status.ledger.pending}"
+        f"KL {report.kl:.3f}  effective {report.ess_fraction:.1%}  queue {status.ledger.pending}"
     )
-
-
-def render(
-    status: RunStatus, reports: Sequence[StepReport], *, regime: Regime, warm_start: float | None, algorithm: str
-) -> Group:
-    """Tables of run and sites; `warm_start` is None before its evaluation."""
-    title = Text(f"heterorl demo: {algorithm}, samplers {regime.lag_versions} versions behind")
-    run = Table(title=title, show_header=False, min_width=70)
-    run.add_column(justify="right", style="bold")
-    run.add_column()
-    ratio = status.bytes_full / status.bytes_last if status.bytes_last else 0.0
-    run.add_row("version", "none yet: loading" if status.head_version < 0 else str(status.head_version))
-    if reports:
-        report = reports[-1]
-        accuracy = newest_accuracy(reports)
-        run.add_row("step", step_words(report.step, regime.max_steps))
-        run.add_row("reward", f"{report.reward_mean:.3f}  {sparkline([r.reward_mean for r in reports])}")
-        start = "-" if warm_start is None else f"{warm_start:.3f}"
-        run.add_row("held-out accuracy", f"{start if accuracy is None else f'{accuracy:.3f}'} (start {start})")
-        run.add_row("staleness", f"{report.staleness_mean:.1f} versions mean, {report.staleness_max} max")
-        run.add_row("policy age", f"{report.policy_age_p50_s:.1f} s median")
-        run.add_row("KL", f"{report.kl:.3f} nats")
-        run.add_row("effective sample size", f"{report.ess_fraction:.1%} of the batch")
-    run.add_row("bytes per version", f"{status.bytes_last:,} of {status.bytes_full:,} ({ratio:.2f}x smaller)")
-    run.add_row("queue", f"{amount(status.ledger.pending, 'group')} pending, {status.ledger.leased} with the learner")
-    run.add_row("ledger", "balanced" if status.ledger.is_balanced else "BROKEN")
-    sites = Table("site", "version", "behind", "groups", "tokens/s", min_width=70)
-    for site in status.sites:
-        behind = status.head_version - site.policy_version
-        sites.add_row(
-            # A site chooses its name, so markup is off.
-            Text(site.site),
-            str(site.policy_version),
-            str(behind),
-            str(site.groups_accepted),
-            f"{site.tokens_per_s:.0f}",
-        )
-    return Group(run, sites, Text("Ctrl-C stops the run cleanly", style="dim"))

@@ -61,7 +61,10 @@ _DTYPES: tuple[Dtype, ...] = ("bf16", "fp16", "fp32")
 
 
 def _write_weights(directory: Path, model: nn.Module, read: Read, *, dtype: Dtype, max_shard_size: str) -> None:
-    """Write the weights as transformers does; the model's parameters may be on the meta device."""
+    """Let transformers write the weights.
+
+    The model's parameters may be on the meta device.
+    """
     types = tensors.types_of(model, dtype)
     state: dict[str, torch.Tensor] = {}
     written: dict[int, torch.Tensor] = {}

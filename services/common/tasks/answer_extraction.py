@@ -102,7 +102,7 @@ class _Opened:
 def python_of(text: str) -> str | None:
     """The last block named Python, else the last one without a name.
 
-    An unclosed block, such as in a cut completion, counts only where no other does.
+    An unclosed one, such as in a cut completion, counts only without a closed one of its kind.
     """
     found: dict[tuple[bool, bool], str] = {}
     for block in blocks_of(text):

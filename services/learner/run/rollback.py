@@ -133,8 +133,8 @@ class Rollback:
                 accept_merged=True,
             )
         )
-        if any(payload.kind is PayloadKind.SNAPSHOT for payload in plan.payloads) or len(plan.payloads) > MAX_PAYLOADS:
-            raise NotReversible(f"the way back to it, {plan.kind.value}, is no short chain of deltas")
+        if any(payload.kind is PayloadKind.SNAPSHOT for payload in plan.payloads):
+            raise NotReversible("no deltas lead from it to the head")
         fetcher.check_sizes(plan.payloads)
         fetcher.keep_only(plan.payloads)
         fetches = [functools.partial(fetcher.fetch, payload) for payload in plan.payloads]
@@ -160,11 +160,12 @@ def _undone(paths: list[Path], shadow: Arena, target: Manifest, directory: Path)
     layout = shadow.layout
     merged, back = directory / "undo.merged", directory / "undo.back"
     try:
-        if paths:
+        for start in reversed(range(0, len(paths), MAX_PAYLOADS)):
             with room(directory):
-                compose(paths, merged, layout_id=layout.layout_id, chunks=layout.chunks)
+                steps = paths[start : start + MAX_PAYLOADS]
+                compose(steps, merged, layout_id=layout.layout_id, chunks=layout.chunks)
                 negate(merged, back, layout_id=layout.layout_id, chunks=layout.chunks)
-            apply_payload(back, arena, expected_from_root=shadow.state_root())
+            apply_payload(back, arena, expected_from_root=arena.state_root())
         verify_state(target, arena)
     finally:
         merged.unlink(missing_ok=True)

@@ -229,6 +229,19 @@ async def test_order_of_a_version_whose_key_is_no_longer_trusted_ends_no_run(cor
     assert caplog.text.count("cannot go back to version 1 and trains on") == 1
 
 
+@pytest.mark.parametrize("most", [1, 2])
+async def test_more_steps_than_one_composition_takes_are_undone(core, tmp_path, monkeypatch, most):
+    config = await trained(core, tmp_path, GentleBackend())
+    await core.rollback(to_version=0, request_id="one")
+    # So it cannot be rebuilt.
+    await core.database.run(lambda c: c.execute("DELETE FROM payloads WHERE kind = 'snapshot'"))
+    monkeypatch.setattr("heterorl.learner.run.rollback.MAX_PAYLOADS", most)
+
+    await learn(config, core, GentleBackend())
+
+    assert (await manifest(core, 4)).state_root == (await manifest(core, 0)).state_root
+
+
 async def test_version_is_rebuilt_where_steps_cannot_be_undone(core, tmp_path, monkeypatch):
     config = await trained(core, tmp_path, GentleBackend())
     tried = []

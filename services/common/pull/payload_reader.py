@@ -16,6 +16,7 @@ import threading
 from array import array
 from collections import OrderedDict
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO
@@ -67,7 +68,9 @@ class PayloadReader:
     def __init__(self) -> None:
         self._num_blocks = 0
         self._proofs: OrderedDict[Digest, Proof] = OrderedDict()
-        self._proving: dict[Digest, asyncio.Task[Proof]] = {}
+        self._proving: dict[Digest, asyncio.Future[Proof]] = {}
+        # Passes take minutes, and would hold all threads that frames and the coordinator's status wait for.
+        self._provers = ThreadPoolExecutor(thread_name_prefix="proof")
         self._stopping = threading.Event()
 
     async def read(self, digest: Digest, path: Path, *, offset: int, stop: int | None = None) -> AsyncIterator[bytes]:
@@ -117,14 +120,15 @@ class PayloadReader:
             if task is None:
                 # A descriptor of its own: the pass goes on when this caller has gone.
                 own = os.dup(file.fileno())
-                task = asyncio.ensure_future(asyncio.to_thread(_prove, own, digest, self._stopping))
+                loop = asyncio.get_running_loop()
+                task = loop.run_in_executor(self._provers, _prove, own, digest, self._stopping)
                 self._proving[digest] = task
                 task.add_done_callback(lambda done: self._proved(digest, done))
             proof = await asyncio.shield(task)
             if proof.identity == identity:
                 return proof
 
-    def _proved(self, digest: Digest, done: asyncio.Task[Proof]) -> None:
+    def _proved(self, digest: Digest, done: asyncio.Future[Proof]) -> None:
         del self._proving[digest]
         self._forget(digest)
         if done.cancelled() or done.exception() is not None:

@@ -3,6 +3,8 @@
 import asyncio
 import os
 import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
 import blake3
 import pytest
@@ -154,6 +156,28 @@ async def test_pass_goes_on_when_its_caller_has_gone(tmp_path, passes):
     assert await content(reader, digest, path) == DATA
     assert passes == [digest]
     await reader.close()
+
+
+async def test_pass_leaves_the_threads_of_others_free(tmp_path, monkeypatch):
+    began, may_end, real = asyncio.Event(), threading.Event(), served._prove
+    loop = asyncio.get_running_loop()
+
+    def prove(*args):
+        loop.call_soon_threadsafe(began.set)
+        assert may_end.wait(60.0)
+        return real(*args)
+
+    monkeypatch.setattr(served, "_prove", prove)
+    loop.set_default_executor(ThreadPoolExecutor(1))
+    reading = asyncio.create_task(content(PayloadReader(), *stored(tmp_path)))
+    await began.wait()
+    try:
+        async with asyncio.timeout(30.0):
+            await asyncio.to_thread(lambda: None)
+    finally:
+        may_end.set()
+
+    assert await reading == DATA
 
 
 async def test_checksums_kept_are_bounded(tmp_path, passes, monkeypatch):

@@ -62,8 +62,8 @@ def until(condition, *, seconds):
     return condition()
 
 
-async def begun(play, games, **settings):
-    world = await play(games, contract=LONG, **settings)
+async def begun(play, games, *, contract=LONG, **settings):
+    world = await play(games, contract=contract, **settings)
     world.seeds = {}
     real = world.core.lease_work
 
@@ -250,18 +250,22 @@ async def test_turns_of_a_group_are_gone_before_it_is_handed_back(play):
 
 
 @pytest.mark.parametrize("seconds", [590.0, 610.0])
-async def test_trajectory_that_took_too_long_goes_back(play, monkeypatch, seconds):
-    games = held(2)
-    world = await begun(play, games)
-    mine = await killed_in(world, games)
+@pytest.mark.parametrize("turns", [1, 2])
+async def test_trajectory_that_took_too_long_goes_back(play, monkeypatch, turns, seconds):
+    # A contract of one turn states no time.
+    contract = dataclasses.replace(LONG, max_turns=1, trajectory_s=0.0, max_trajectory_tokens=0) if turns == 1 else LONG
+    games = held(turns)
+    world = await begun(play, games, contract=contract, task={"environment": "games:Games"})
+    mine = await killed_in(world, games, turns=turns)
     world.clock.advance(seconds)
-    world.conversations = free()
+    world.conversations = again = free()
+    again.limits = dataclasses.replace(again.limits, max_turns=contract.max_turns)
     world.start()
-    await collected(world, monkeypatch, 2)
+    groups = await collected(world, monkeypatch, 2)
 
-    is_resumed = world.engine.submitted[0].num_completions == 1
+    is_resumed = not world.link.calls["abandon_work"]
     assert is_resumed == (seconds < 600.0)
-    assert mine
+    assert mine == {group.assignment for group in groups[:2]} or not is_resumed
 
 
 async def test_assignment_that_ran_out_and_is_given_again_is_the_one_under_way(play):

@@ -86,7 +86,7 @@ class EvaluationColumn:
                     sample = as_sample(result, version=spec.version, task_set=spec.task_set, site=site)
                     num_tokens = sum(one.num_tokens for one in result.samples)
                     self._context.queue.ring.keep_evaluation(connection, sample, num_tokens=num_tokens)
-            return len(new), bool(new and jobs.over(connection, in_use=None, is_ending=False))
+            return len(new), bool(jobs.over(connection, in_use=None, is_ending=False))
 
         num_new, is_over = await self._context.database.run(operation)
         if is_over:

@@ -320,7 +320,8 @@ async def test_statistics_keep_nobody_from_the_store(world, monkeypatch):
     assert store not in threads
 
 
-async def test_a_process_that_died_before_it_summed_up_does_so_when_it_is_asked(world):
+@pytest.mark.parametrize("call", ["lease", "repeated push"])
+async def test_a_process_that_died_before_it_summed_up_does_so_when_it_is_asked(world, call):
     grant = await world.ask(6)
     end = world.core.evaluation._end_over
 
@@ -331,7 +332,7 @@ async def test_a_process_that_died_before_it_summed_up_does_so_when_it_is_asked(
     await world.answer(grant)
     assert (await world.of(0)).state is EvaluationState.RUNNING
     world.core.evaluation._end_over = end
-    await world.ask()
+    await (world.ask() if call == "lease" else world.answer(grant))
 
     assert (await world.of(0)).state is EvaluationState.DONE
 

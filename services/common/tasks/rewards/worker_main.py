@@ -6,7 +6,8 @@ For a user's reward function it does not import heterorl, so that the user's pac
 are loaded from heterorl. Loaded code may print; that is not an answer. The process ends with its
 parent.
 
-JSON lines: the first names what to load; each later one is a request with one answer.
+JSON lines: the first names what to load; each later one is a request with one answer. A job may become another
+program, which answers by `serve` too.
 
     f(prompt, completion, answer)            also f(completion, difficulty): parameters by name, columns among them
     f(p, c, a)                               three parameters of other names: in this order
@@ -42,14 +43,14 @@ MAX_WORDS = 300
 """Longest error text, characters."""
 _OUTAGES = (ConnectionError, TimeoutError)
 """Errors of a server that does not answer for now."""
-_SERVICES = f"{Path(__file__).parents[3]}{os.sep}"
+_SERVICES = os.path.normpath(f"{__file__}/../../../..") + os.sep
 """Directory of heterorl's code, which is never the line that raised."""
 _MODULES = {
     "math_verify": "rewards.math_comparison", "http": "rewards.http_reward", "judge": "rewards.judge_reward",
     "code": "rewards.sandbox.code_reward", "gym": "rewards.sandbox.gym_reward",
 }  # fmt: skip
-"""Modules below heterorl.common.tasks by kind of job; each has `load(job)`, which gives an Answer and facts. The kinds
-`function` and `environment` load user code."""
+"""Modules below heterorl.common.tasks by kind of job; each has `load(job)`, which gives an Answer and facts. The fact
+`becomes` is a program to become. Kinds `function` and `environment` load user code; any other kind is a module."""
 
 
 class LoadError(Exception):
@@ -60,8 +61,8 @@ class LoadError(Exception):
         super().__init__(text)
 
 
-def main() -> None:
-    """Load what the first line names, then answer until the input ends."""
+def serve(job: dict[str, Any] | None = None) -> None:
+    """Load a job, which the first line names if None; answer until the input ends."""
     # Loaded code must not read or write the two pipes.
     out, requests = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)
@@ -74,12 +75,15 @@ def main() -> None:
     # An alarm without a handler ends the process even inside a long call of C.
     signal.signal(signal.SIGALRM, signal.SIG_DFL)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
-    job = json.loads(requests.readline())
     try:
-        answer, facts = _loaded(job)
+        answer, facts = _loaded(job or json.loads(requests.readline()))
     except LoadError as error:
         _write_line(out, json.dumps({"failed": error.kind, "text": str(error)}))
         return
+    if command := facts.get("becomes"):
+        os.dup2(requests.fileno(), 0)
+        os.dup2(out.fileno(), 1)
+        os.execve(command[0], command, {})
     _write_line(out, json.dumps({"ready": True, **facts}))
     for line in requests:
         request = json.loads(line)
@@ -121,7 +125,8 @@ def _loaded(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
     try:
         if job["kind"] == "environment":
             return _environment(job)
-        module: Any = importlib.import_module(f"heterorl.common.tasks.{_MODULES[job['kind']]}")
+        below = _MODULES.get(job["kind"])
+        module: Any = importlib.import_module(f"heterorl.common.tasks.{below}" if below else job["kind"])
         loaded: tuple[Answer, dict[str, Any]] = module.load(job)
         return loaded
     except LoadError:
@@ -410,4 +415,4 @@ def _imported_names(path: Path) -> set[str]:
 
 
 if __name__ == "__main__":
-    main()
+    serve()

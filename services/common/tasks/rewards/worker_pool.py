@@ -76,7 +76,7 @@ class WorkerProcess:
         self.timeout_s, self.cpu_s = timeout_s, cpu_s
         self.process: subprocess.Popen[bytes] | None = None
         self.is_full = False
-        """Whether it ran out of memory, which its code may keep."""
+        """Whether another one must take its place: it ran out of memory, or a completion left traces."""
         self._job, self._first = dict(job), first
         self._end: Any = None
 
@@ -84,8 +84,8 @@ class WorkerProcess:
         """(Re)start the process; facts about what it loaded.
 
         Raises:
-            LoadFailed: it cannot load its job.
-            RewardError: it ended or timed out, or loaded other files than the first process.
+            LoadFailed: it cannot load its job, and no process of the pool did before.
+            RewardError: it does not start, or loaded other files than the first process.
         """
         self.close()
         # -P: no file of the working directory shadows a package. Own session: Ctrl-C goes to the service.
@@ -112,7 +112,11 @@ class WorkerProcess:
             raise RewardError(f"the process that computes rewards does not start: {error}") from error
         if "failed" in reply:
             self.close()
-            raise LoadFailed(reply["failed"], reply["text"])
+            error = LoadFailed(reply["failed"], reply["text"])
+            if self._first:
+                # It loaded before, so the configuration is right; memory may be full.
+                raise RewardError(f"the process that computes rewards does not start again: {error}") from error
+            raise error
         if reply.get("digest") != self._first.setdefault("digest", reply.get("digest")):
             self.close()
             raise RewardError(CHANGED)
@@ -184,26 +188,15 @@ class WorkerPool:
         self._running: list[WorkerProcess] = []
         self._changed = threading.Condition()
         self._is_closed = False
-        self._has_loaded = False
 
     def start(self) -> dict[str, Any]:
-        with self._one() as worker:
-            facts = worker.start()
-            self._has_loaded = True
-            return facts
+        with self.one() as worker:
+            return worker.start()
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """Answer of a free worker; raises LoadFailed only before the first load."""
-        with self._one() as worker:
-            try:
-                reply = worker.ask(request)
-            except LoadFailed as error:
-                if not self._has_loaded:
-                    raise
-                # It loaded before, so the configuration is right; memory may be full.
-                raise RewardError(f"the process that computes rewards does not start again: {error}") from error
-            self._has_loaded = True
-            return reply
+        """Answer of a free worker; raises as WorkerProcess.ask and start."""
+        with self.one() as worker:
+            return worker.ask(request)
 
     def close(self) -> None:
         """Kill all workers; waiting and later callers get an error."""
@@ -216,7 +209,7 @@ class WorkerPool:
             self._changed.notify_all()
 
     @contextmanager
-    def _one(self) -> Iterator[WorkerProcess]:
+    def one(self) -> Iterator[WorkerProcess]:
         worker = self.take()
         try:
             yield worker

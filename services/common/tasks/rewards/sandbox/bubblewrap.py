@@ -170,11 +170,11 @@ class Sandbox:
                 _end_namespace(info_out.fileno(), command)
         return replace(outcome, used_s=_used_s() - before_s)
 
-    def command(self, orders: int, report: int, info: int = -1, *, serving: Path | None = None) -> list[str]:
+    def command(self, orders: int, report: int, info: int = -1, *, serving: Sequence[Path] = ()) -> list[str]:
         """Command line of bubblewrap with `sandbox_main`, which reads `orders` and writes `report`.
 
-        `info` is the descriptor for the number of the namespace's first process; -1: none. `serving` is a file of
-        heterorl that it may import; it is then the first process of its namespace.
+        `info` is the descriptor for the number of the namespace's first process; -1: none. `serving` are files of
+        heterorl that it may import. It is then the first process of its namespace, and ends with its input.
         """
         is_root = os.geteuid() == 0
         spaces = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
@@ -198,14 +198,14 @@ class Sandbox:
                 files += ["--symlink", str(Path(link).readlink()), link]
             elif Path(link).is_dir():
                 files += ["--ro-bind", link, link]
-        if serving:
-            files += ["--perms", "0755", "--dir", "/serving", "--ro-bind", str(serving), f"/serving/{serving.name}"]
+        for file in serving:
+            files += ["--perms", "0755", "--dir", "/serving", "--ro-bind", str(file), f"/serving/{file.name}"]
         numbers = [limits.memory_bytes, limits.work_bytes, limits.num_processes, limits.cpu_s]
         user = _FIRST_USER + os.getpid() if is_root else -1
         told = ["--info-fd", str(info)] if info >= 0 else []
         return [
-            self.program, *spaces, *(["--as-pid-1"] if serving else []), *told, "--die-with-parent", "--new-session",
-            *files,
+            # The thread that started a server may end before it.
+            self.program, *spaces, "--as-pid-1" if serving else "--die-with-parent", *told, "--new-session", *files,
             "--ro-bind", str(INSIDE), "/sandbox_main.py",
             "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _WORK, "--clearenv",
             "--setenv", "HOME", _WORK, "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "LANG", "C.UTF-8",

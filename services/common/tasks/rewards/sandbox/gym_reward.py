@@ -12,27 +12,25 @@ import importlib.util
 import json
 import logging
 import os
-import signal
+import resource
 import site
-import subprocess
-import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of
+from heterorl.common.tasks.rewards.sandbox import gym_server
 from heterorl.common.tasks.rewards.sandbox.bubblewrap import NoSandbox, SandboxLimits, find_sandbox
 from heterorl.common.tasks.rewards.sandbox.gym_server import Entries, NoEntries
 from heterorl.common.tasks.rewards.worker_pool import (
     NEAR,
     PATIENCE,
+    SCRIPT,
     LoadFailed,
     NearLimit,
+    WorkerLost,
     WorkerPool,
-    children_of,
-    converse,
 )
 from heterorl.common.tasks.task import Doubts, Prompt
 from heterorl.common.types.common import Digest
@@ -50,12 +48,10 @@ MEMORY_BYTES = 1 << 30
 WORK_BYTES = 16 << 20
 NUM_PROCESSES = 4
 SERVE_TIMEOUT_S = 60.0
-"""For importing reasoning-gym in a sandbox, and for finding a prompt; no completion pays for it."""
-_GRACE_S = 10.0
-"""Wait for an answer beyond the time of a completion."""
+"""For finding a prompt, or for an answer beyond the time of a completion."""
 _ENVIRONMENT = {"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
 """Environment variables without a sandbox."""
-SERVE = Path(__file__).parent / "gym_server.py"
+SERVE = Path(gym_server.__file__)
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 
@@ -66,129 +62,32 @@ def limit_of(timeout_s: float) -> float:
 
 
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """Answers requests of a worker."""
+    """Answers requests of a worker, or the server in a sandbox, which the worker becomes."""
     paths, shown = _places()
-    command = [sys.executable, "-I", "-B", str(SERVE)]
-    if job["sandbox"]:
-        limits = SandboxLimits(
-            # The server has these limits; each child sets its own.
-            cpu_s=1e9, timeout_s=1e9, memory_bytes=MEMORY_BYTES, work_bytes=WORK_BYTES, output_bytes=0,
-            num_processes=NUM_PROCESSES,
-        )  # fmt: skip
-        try:
-            command = find_sandbox(python="", shown=shown, limits=limits).command(0, 1, serving=SERVE)
-        except NoSandbox as error:
-            raise ValueError(f"completions of reasoning_gym are scored in a sandbox: {error}") from error
-    limit_s = limit_of(job["timeout_s"])
-    order = {
-        "kind": "serve", "paths": paths, "cpu_s": limit_s, "timeout_s": job["patience"] * limit_s,
-        "memory_bytes": MEMORY_BYTES, "work_bytes": WORK_BYTES,
-        **{key: job[key] for key in ("name", "size", "seed", "version")},
-    }  # fmt: skip
-    server = Server(command, json.dumps(order).encode() + b"\n")
-    server.wait()
-
-    def answer(request: dict[str, Any]) -> dict[str, Any]:
-        question = {"index": request["index"], "question": request["prompt"]}
-        return server.score(question, request["completion"], timeout_s=job["patience"] * limit_s)
-
-    return answer, {}
-
-
-class Server:
-    """Process that scores; restarted where a completion left traces or ended it."""
-
-    def __init__(self, command: list[str], order: bytes) -> None:
-        self._command, self._order = command, order
-        self._is_ready = False
-        self._process = self._start()
-
-    def score(self, question: dict[str, Any], completion: str, *, timeout_s: float) -> dict[str, Any]:
-        """Value of a completion, and its share of the time limit.
-
-        `timeout_s` is by the clock, without a restart and the search for the prompt.
-
-        Raises:
-            ValueError: no such prompt, or no server.
-            OSError: the server ended before it saw the completion.
-            TimeoutError: the server did not find the prompt in time.
-        """
-        self.wait()
-        try:
-            found = self._exchange(question, SERVE_TIMEOUT_S)
-        except TimeoutError:
-            raise
-        except OSError:
-            # The server ended after the completion before, such as without memory; it has not seen this one.
-            self.wait()
-            found = self._exchange(question, SERVE_TIMEOUT_S)
-        if "error" in found:
-            raise ValueError(found["error"])
-        try:
-            reply = self._exchange({"completion": completion}, timeout_s + _GRACE_S)
-        except (OSError, ValueError):
-            reply = {"value": 0.0, "share": 1.0, "ends": True}
-        if "error" in reply:
-            raise ValueError(reply["error"])
-        if reply["ends"]:
-            self._end()
-            # The next completion waits for the start.
-            self._process = self._start()
-        return {"value": reply["value"], "share": reply["share"]}
-
-    def wait(self) -> None:
-        """Wait until the server is ready; raise ValueError or TimeoutError."""
-        if self._process.poll() is not None:
-            self._end()
-            self._process = self._start()
-        if self._is_ready:
-            return
-        try:
-            reply = json.loads(converse(self._process, b"", SERVE_TIMEOUT_S))
-        except TimeoutError:
-            self._end()
-            raise
-        except OSError as error:
-            self._end()
-            raise ValueError(f"the server of reasoning_gym does not start: {error}") from error
-        if "failed" in reply:
-            self._end()
-            raise ValueError(f"the server of reasoning_gym does not start: {reply['failed']}")
-        self._is_ready = True
-
-    def _start(self) -> subprocess.Popen[bytes]:
-        process = subprocess.Popen(
-            self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=_ENVIRONMENT,
-            bufsize=0,
-        )  # fmt: skip
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            os.set_blocking(pipe.fileno(), False)
-        assert process.stdin is not None
-        # A pipe holds far more; the reader of the answer notices a closed one.
-        with suppress(OSError):
-            os.write(process.stdin.fileno(), self._order)
-        self._is_ready = False
-        return process
-
-    def _end(self) -> None:
-        """Kill the server and its namespace's first process, and so all others."""
-        # That process has another user, so it gets no signal when its parent ends.
-        for number in children_of(self._process.pid):
-            with suppress(OSError):
-                os.kill(number, signal.SIGKILL)
-        # The context closes its pipes and waits for it.
-        with self._process:
-            self._process.kill()
-
-    def _exchange(self, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        try:
-            reply: dict[str, Any] = json.loads(converse(self._process, json.dumps(message).encode() + b"\n", timeout_s))
-        except (OSError, ValueError):
-            # A late answer would be taken for the next one.
-            self._end()
-            raise
-        return reply
+    job = {**job, "kind": SERVE.stem, "paths": paths}
+    if not job["sandbox"]:
+        os.environ.clear()
+        os.environ.update(_ENVIRONMENT)
+        for kind, most in (
+            (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, WORK_BYTES), (resource.RLIMIT_CORE, 0),
+        ):  # fmt: skip
+            resource.setrlimit(kind, (most, most))
+        return gym_server.load(job)
+    limits = SandboxLimits(
+        # The server has these limits; each child sets its own.
+        cpu_s=1e9, timeout_s=1e9, memory_bytes=MEMORY_BYTES, work_bytes=WORK_BYTES, output_bytes=0,
+        num_processes=NUM_PROCESSES,
+    )  # fmt: skip
+    try:
+        sandbox = find_sandbox(python="", shown=shown, limits=limits)
+    except NoSandbox as error:
+        raise ValueError(f"completions of reasoning_gym are scored in a sandbox: {error}") from error
+    # A pipe holds far more than the order.
+    order, into = os.pipe()
+    os.write(into, json.dumps({"kind": "serve", "job": job}).encode())
+    os.close(into)
+    os.set_inheritable(order, True)
+    return dict, {"becomes": sandbox.command(order, 1, serving=(SERVE, SCRIPT))}
 
 
 def _places() -> tuple[list[str], list[str]]:
@@ -235,11 +134,11 @@ class ReasoningGymTask:
         stated = f"{version} {name} {config.size} {config.evaluation_size} {config.seed} {self._limit_s:g}"
         self.digest: Digest = bytes_digest(f"reasoning_gym 6 {stated}".encode())
         job = {
-            **entries, "kind": "gym", "version": version, "timeout_s": timeout_s, "sandbox": config.sandbox,
-            "patience": PATIENCE,
+            **entries, "kind": "gym", "version": version, "cpu_s": self._limit_s, "timeout_s": PATIENCE * self._limit_s,
+            "sandbox": config.sandbox,
         }  # fmt: skip
-        # The worker counts the time; this limit ends a worker that fails to: two starts and two searches.
-        patience_s = 4 * SERVE_TIMEOUT_S + PATIENCE * timeout_s
+        # The worker counts the time; this limit ends a worker that fails to.
+        patience_s = SERVE_TIMEOUT_S + PATIENCE * self._limit_s
         self.pool = WorkerPool(job, timeout_s=patience_s, num_workers=self.num_workers)
         self.close = self.pool.close
         # Report a wrong name, or a dataset too small to be split, at the start.
@@ -265,8 +164,19 @@ class ReasoningGymTask:
             ConfigError: completions cannot be scored here, such as without a sandbox.
             RewardError: not a prompt of this dataset, or the server does not start again; that is not a score.
         """
+        asked: dict[str, Any] = {"index": prompt.index, "prompt": prompt.text}
         try:
-            reply = self.pool.ask({"index": prompt.index, "prompt": prompt.text, "completion": answer_of(completion)})
+            with self.pool.one() as worker:
+                # The search for the prompt: no completion took part in its errors.
+                try:
+                    worker.ask(asked)
+                except WorkerLost:
+                    # It ended after the completion before, such as without memory.
+                    worker.ask(asked)
+                try:
+                    reply = worker.ask({**asked, "completion": answer_of(completion)}, starts=False)
+                except WorkerLost:
+                    reply = {"value": 0.0, "share": 1.0}
         except LoadFailed as error:
             action = "docs/rewards.md says what a sandbox needs, and what task.sandbox = false gives away"
             raise ConfigError("task.name", str(error), action=action) from error

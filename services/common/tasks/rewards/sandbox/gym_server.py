@@ -4,10 +4,10 @@ Verifiers of reasoning-gym run answers as Python, so a child scores one completi
 until a deadline, then kills and waits for all other processes of its namespace; the kernel tells their processor time.
 The parent is the first process there, which signals of the others do not reach, and undumpable, so that none can trace
 it. After each completion it checks what they could change (limits, priorities) or leave (files, System V objects): then
-it answers and ends, and another server starts.
+its answer says that another server must take its place.
 
-JSON lines: an order, then for each completion the prompt and, once that is found, the completion. It does not
-import heterorl; the service makes prompts with `Entries` too.
+A worker loads it (`worker_main`), in the sandbox by itself, so it does not import heterorl; the service makes prompts
+with `Entries` too.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ import functools
 import gc
 import hashlib
 import importlib
-import json
 import math
 import os
 import random
@@ -29,8 +28,9 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 _SEED_STRIDE = 1_000_003
 """Item i of a dataset has the seed seed + i; datasets this far apart share no item."""
@@ -85,7 +85,6 @@ def is_held_out(text: str) -> bool:
 
 
 MAX_ANSWER_BYTES = 1024
-_MAX_WORDS = 300
 _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith("RLIMIT_")]
 _WORK = Path("/tmp")
 """The only writable directory."""
@@ -93,62 +92,48 @@ _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
 _MSG_INFO, _SHM_INFO, _SEM_INFO = 12, 14, 19
 
 
-def serve(order: dict[str, Any], orders: BinaryIO, report: int) -> None:
-    """Load a dataset, score completions until `orders` end; answer to descriptor `report`."""
+def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
+    """Load a dataset; find prompts, and score their completions."""
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    if _is_contained():
+        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    # Imports may print; that is not an answer.
-    out = os.dup(report)
-    nothing = os.open(os.devnull, os.O_RDWR)
-    os.dup2(nothing, report)
-    try:
-        entries = _load(order)
-        entry = entries.find(0, False)
-        # Score the dataset's own answer: late imports happen before the first child, and errors show now.
-        entries.score(entry, str(entry["answer"]))
-        if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
-            raise OSError(ctypes.get_errno(), "prctl")
-        _clear_work()
-        # Frozen objects are not copied for every child.
-        gc.freeze()
-        before = _state(libc)
-    except Exception as error:  # noqa: BLE001 - reported to the parent
-        _write(out, {"failed": f"{type(error).__name__}: {str(error)[:_MAX_WORDS]}"})
-        return
-    _write(out, {"ready": True})
-    for line in orders:
-        asked = json.loads(line)
+    entries = _load(job)
+    first = entries.find(0, False)
+    # Score the dataset's own answer: late imports happen before the first child, and errors show now.
+    entries.score(first, str(first["answer"]))
+    if libc.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl")
+    _clear_work()
+    # Frozen objects are not copied for every child.
+    gc.freeze()
+    before = _state(libc)
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        entry = entries.find(request["index"], is_held_out(request["prompt"]))
+        if entry["question"] != request["prompt"]:
+            raise ValueError(f"prompt {request['index']} is not of this data set")
+        if "completion" not in request:
+            return {}
         try:
-            entry = entries.find(asked["index"], is_held_out(asked["question"]))
-        except Exception as error:  # noqa: BLE001 - no completion took part
-            _write(out, {"error": f"{type(error).__name__}: {str(error)[:_MAX_WORDS]}"})
-            continue
-        if entry["question"] != asked["question"]:
-            _write(out, {"error": f"prompt {asked['index']} is not of this data set"})
-            continue
-        _write(out, {"found": True})
-        completion = json.loads(orders.readline())["completion"]
-        try:
-            answer, share = _scored(entries, entry, completion, cpu_s=order["cpu_s"], timeout_s=order["timeout_s"])
-        except OSError as error:
-            _write(out, {"error": f"no process for a completion: {error}"})
-            continue
-        is_whole = _is_whole(libc, before)
-        _write(out, {"value": _value(answer), "share": share, "ends": not is_whole})
-        if not is_whole:
-            return
+            said, share = _scored(entries, entry, request["completion"], cpu_s=job["cpu_s"], timeout_s=job["timeout_s"])
+            return {"value": _value(said), "share": share, "is_full": not _is_whole(libc, before)}
+        except MemoryError:
+            # The completion lowered the limit of this process.
+            return {"value": 0.0, "share": 1.0, "is_full": True}
+
+    return answer, {}
 
 
-def _load(order: dict[str, Any]) -> Entries:
+def _load(job: dict[str, Any]) -> Entries:
     # Only packages that the service itself would import.
     sys.path[:] = [path for path in sys.path if Path(path).name not in ("site-packages", "dist-packages")]
-    sys.path.extend(order["paths"])
+    sys.path.extend(job["paths"])
     gym = importlib.import_module("reasoning_gym")
     version = getattr(gym, "__version__", "")
-    if version != order["version"]:
-        raise RuntimeError(f"it is reasoning-gym {version} there and {order['version']} here")
-    return Entries(gym, name=order["name"], size=order["size"], seed=order["seed"])
+    if version != job["version"]:
+        raise RuntimeError(f"it is reasoning-gym {version} there and {job['version']} here")
+    return Entries(gym, name=job["name"], size=job["size"], seed=job["seed"])
 
 
 def _scored(entries: Any, entry: Any, completion: str, *, cpu_s: float, timeout_s: float) -> tuple[str, float]:
@@ -278,25 +263,3 @@ def _clear_work() -> None:
             shutil.rmtree(place)
         elif not place.is_dir():
             place.unlink()
-
-
-def _write(out: int, reply: dict[str, Any]) -> None:
-    line = json.dumps(reply).encode() + b"\n"
-    while line:
-        line = line[os.write(out, line) :]
-
-
-def main() -> None:
-    """Serve without a sandbox, with limits of a process only."""
-    orders = os.fdopen(0, "rb")
-    order = json.loads(orders.readline())
-    for kind, most in (
-        (resource.RLIMIT_AS, order["memory_bytes"]), (resource.RLIMIT_FSIZE, order["work_bytes"]),
-        (resource.RLIMIT_CORE, 0),
-    ):  # fmt: skip
-        resource.setrlimit(kind, (most, most))
-    serve(order, orders, 1)
-
-
-if __name__ == "__main__":
-    main()

@@ -49,8 +49,9 @@ def main() -> None:
         return
     if order["kind"] == "serve":
         # Our server; it runs foreign code in children.
+        orders.close()
         sys.path.append("/serving")
-        importlib.import_module("gym_server").serve(order, orders, report)
+        importlib.import_module("worker_main").serve(order["job"])
         return
     # The time of the foreign code starts with this line.
     os.write(report, f"began {time.process_time():f}\n".encode())

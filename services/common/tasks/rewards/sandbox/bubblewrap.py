@@ -2,8 +2,8 @@
 
 It has no network, no file but its interpreter, bounded time and memory.
 
-bubblewrap makes namespaces of files, processes, network, IPC and host name. `sandbox_main` sets limits of memory,
-processor time, processes and files on itself, and installs the filter of system calls, before it reads foreign code.
+bubblewrap makes namespaces of files, processes, network, IPC and host name, and installs the filter of system calls.
+`sandbox_main` sets limits of memory, processor time, processes and files on itself before it reads foreign code.
 A service that runs as root gives the sandbox an unused user number, since the kernel counts no processes of root. The
 root directory is read-only; one tmpfs of a bounded size may be written. Directories under /tmp or /dev that the sandbox
 shows lie on read-only mounts of their own.
@@ -128,6 +128,8 @@ class Sandbox:
     python: str
     shown: tuple[str, ...]
     limits: SandboxLimits
+    calls: int = -1
+    """Descriptor of the seccomp filter."""
     version: str = ""
     """Python version, such as 3.11."""
 
@@ -156,8 +158,8 @@ class Sandbox:
             others = orders_out.fileno(), report_in.fileno(), info_in.fileno()
             command = self.command(*others)
             process = subprocess.Popen(
-                command, stdin=given, stdout=subprocess.PIPE, stderr=errors, pass_fds=others,
-                env={}, bufsize=0,
+                command, stdin=given, stdout=subprocess.PIPE, stderr=errors, env={}, bufsize=0,
+                pass_fds=(*others, self.calls),
             )  # fmt: skip
             for other_side in (orders_out, report_in, info_in):
                 other_side.close()
@@ -203,17 +205,18 @@ class Sandbox:
         numbers = [limits.memory_bytes, limits.work_bytes, limits.num_processes, limits.cpu_s]
         user = _FIRST_USER + os.getpid() if is_root else -1
         told = ["--info-fd", str(info)] if info >= 0 else []
+        os.lseek(self.calls, 0, os.SEEK_SET)
         return [
             # The thread that started a server may end before it.
             self.program, *spaces, "--as-pid-1" if serving else "--die-with-parent", *told, "--new-session", *files,
-            "--ro-bind", str(INSIDE), "/sandbox_main.py",
+            "--seccomp", str(self.calls), "--ro-bind", str(INSIDE), "/sandbox_main.py",
             "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", _WORK, "--clearenv",
             "--setenv", "HOME", _WORK, "--setenv", "PATH", "/usr/bin:/bin", "--setenv", "LANG", "C.UTF-8",
             "--setenv", "PYTHONHASHSEED", "0", "--setenv", "OPENBLAS_NUM_THREADS", "1",
             "--setenv", "OMP_NUM_THREADS", "1", "--hostname", "sandbox" ,
             # Not -I, which ignores PYTHONHASHSEED: the order of sets would be random.
             "--", self.python, "-s", "-B", "/sandbox_main.py", str(orders), str(report), str(user),
-            *map(str, numbers), program_of(os.uname().machine).hex(),
+            *map(str, numbers),
         ]  # fmt: skip
 
 
@@ -225,13 +228,15 @@ def find_sandbox(*, python: str, shown: Sequence[str], limits: SandboxLimits) ->
     program = shutil.which("bwrap") or _packaged()
     if not program:
         raise NoSandbox(f"bubblewrap is not installed: {INSTALL}")
-    if not program_of(os.uname().machine):
+    if not (filtered := program_of(os.uname().machine)):
         raise NoSandbox(f"calls of the kernel are not filtered on {os.uname().machine}: x86_64 and aarch64 are known")
     interpreter = os.path.realpath(python or sys.executable)
     prefix = str(Path(interpreter).parents[1])
     if _is_home(prefix):
         raise NoSandbox(f"{interpreter} would show all of {prefix} inside: install Python in a directory of its own")
-    sandbox = Sandbox(program=program, python=interpreter, shown=(prefix, *shown), limits=limits)
+    calls = os.memfd_create("calls", 0)
+    os.write(calls, filtered)
+    sandbox = Sandbox(program=program, python=interpreter, shown=(prefix, *shown), limits=limits, calls=calls)
     for place in sandbox.shown:
         if not Path(place).is_dir() or os.path.normpath(place) in ("/", _WORK):
             raise NoSandbox(f"{place} cannot be shown inside: it must be a directory other than / and {_WORK}")

@@ -93,7 +93,7 @@ _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 """They decide which texts are equal."""
 _PART = "correct"
 _OTHER = 'correct the data, or take match = "exact" or another reward'
-_RULES = {"exact": 6, "math_verify": 11}
+_RULES = {"exact": 6, "math_verify": 12}
 """A number rises where equal completions get other scores."""
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 
 _SIGNS = {
     "\u2212": "-", "\ufe63": "-", "\uff0d": "-", "\u2010": "-", "\u2011": "-", "\u2013": "-", "\uff0b": "+",
@@ -39,17 +40,33 @@ _COUNT = (
     r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty|hundred|thousand|[mb]illion"
     r"|hal(?:f|ves)|(?:third|quarter|fourth|(?:fif|six|seven|eigh|nin|ten)th)s?)"
 )
+_PARTS = {"hal": 2, "thi": 3, "quar": 4, "four": 4, "fif": 5, "six": 6, "seven": 7, "eigh": 8, "nin": 9, "ten": 10}
+_PART = re.compile(rf"(?i)\b({'|'.join(_PARTS)})(?:f|ves|rds?|ters?|ths?)\b")
 _COUNTED = re.compile(
-    rf"(?i)(?P<digit>\d[ $*-]{{0,4}}(?:and[\s-]+)?)?(?P<text>\\text\w{{0,2}}\{{\s*)?\b"
+    r"(?i)(?:(?P<digits>(?<![\d.,/])\d(?:[\d.,/]*\d)?)[ $*-]{0,4}(?:and[\s-]+)?)?(?P<text>\\text\w{0,2}\{\s*)?\b"
     rf"(?:an?\s+)?{_COUNT}(?:(?:\s+and\s+(?:an?\s+)?|[\s-]){_COUNT}){{0,9}}"
     r"(?(text)\s*\}|)\s*\(\s*(?P<value>\$?-?(?:\d|\\[dt]?frac)[\d,./{}]*\$?)\s*\)(?!\s+of\s+(?:which|them|these)\b)"
 )
+_LONGEST = 200
+"""Most characters of a number in words."""
 _ROOT = re.compile(r"([\u221a\u221b])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+))")
 
 
 def words_as_signs(text: str) -> str:
-    """Words such as minus as signs; `five (5)` as 5."""
-    return _NEGATIVE.sub(r"\g<before>\g<open>-", _COUNTED.sub(lambda one: one[0 if one["digit"] else "value"], text))
+    """Words such as minus as signs; `five (5)` as 5, `2 thirds (2/3)` as 2/3."""
+    counted = _COUNTED.sub(lambda one: one["value" if one["digits"] is None or _is_counted(one) else 0], text)
+    return _NEGATIVE.sub(r"\g<before>\g<open>-", counted)
+
+
+def _is_counted(found: re.Match[str]) -> bool:
+    """Whether digits and words before brackets make the value in them."""
+    part, numbers = _PART.search(found[0]), re.findall(r"\d+(?:\.\d+)?", found["value"])
+    if part is None or len(found[0]) > _LONGEST or not found["digits"].isdecimal() or len(numbers) > 2:
+        return False
+    whole, divisor, above = int(found["digits"]), _PARTS[part[1].lower()], Fraction(numbers[0])
+    below = Fraction(numbers[1]) if len(numbers) > 1 else 1
+    is_mixed = whole * below < above < (whole + 1) * below and not above * divisor % below
+    return bool(below) and (is_mixed or above * divisor == whole * below)
 
 
 def signs_as_latex(text: str) -> str:

@@ -66,6 +66,8 @@ _SHORT_WORD = re.compile(r"[A-Za-z]{2,}")
 _EXACT, _ROUNDED = 1e-12, 1e-3
 """Largest relative difference of equal numbers: exact ones, and decimals."""
 _HASHES = "####"
+_ENDLESS = re.compile(r"\d{400,}")
+"""A number that no answer has; sympy would take minutes."""
 
 
 def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
@@ -104,6 +106,7 @@ def answer_of_row(text: str) -> list[Any]:
 
 def is_right(answers: Sequence[Any], completion: str) -> bool:
     """Whether the last answer of a completion equals a meaning of `answer_of_row`."""
+    completion = _ENDLESS.sub("?", completion)
     options = [one for one in answers if isinstance(one, Option)]
     alone = [one for one in answers if not isinstance(one, Option)]
     for wants_text in sorted({isinstance(one, Text) for one in alone}):
@@ -176,11 +179,17 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
         found += given
     if wants_text or found or not stated.prose:
         return found
-    # To the library \$ ends a formula, and 3 1/2 is two numbers.
-    prose = MIXED.sub(lambda one: f"{int(one[1]) * int(one[3]) + int(one[2])}/{one[3]}", signs_as_latex(stated.prose))
+    # To the library \$ ends a formula.
+    prose = MIXED.sub(_as_fraction, signs_as_latex(stated.prose))
     # The library's time limits use signals; this process has its own.
     parsed = _tried(parse, prose.replace("\\$", ""), parsing_timeout=None) or []
     return [one for one in parsed if not isinstance(one, str)]
+
+
+def _as_fraction(mixed: re.Match[str]) -> str:
+    """A mixed number as one fraction; only the fraction behind a year, as in 2020 1/2."""
+    whole, above, below = map(int, mixed.groups())
+    return f"{above if len(mixed[1]) > 3 else whole * below + above}/{below}"
 
 
 def _tried(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -30,7 +30,7 @@ _CURRENCY_BEHIND = re.compile(r"(?<=\d)\s*\\?(?P<sign>[$\u00a2\u00a3\u20ac\u00a5
 _GROUPED = re.compile(r"(?<![\d.,])(\d{1,3}(?:(?:\\[,;:! ]|~|\{,\}|\s)\s*\d{3})+)(?!\d)")
 _COMMAS = re.compile(r"(?<![\d.,(\[{])(\d{1,3}(?:,\d{3})+)(?!,?\d)")
 _BRACKETED = re.compile(r"[(\[{|]")
-_SCIENTIFIC = re.compile(r"(?<![A-Za-z\d.\\}])(\d+\.?\d*|\.\d+)[eE]([+-]?\d+)(?![\w.])")
+_SCIENTIFIC = re.compile(r"(?<![A-Za-z\d.\\}])(\d++\.?\d*+|\.\d++)[eE]([+-]?\d+)(?![\w.])")
 MIXED = re.compile(r"(?<![\w.}/^])(\d{1,99})(?:[ \t]+|\s*\\[ ,;]\s*)(\d{1,99})\s*/\s*(\d{1,99})(?![\w/]|\.\d)")
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,99})\.(\d{0,99})\\(?:overline|bar|dot)\s*(?:\{(\d{1,99})\}|(\d))(?!\d)")
 _SPACE = r"\\[ ,;:!]|~"
@@ -88,7 +88,7 @@ _UNIT_IN_TEXT = re.compile(
 )
 _CJK_SCALES = "\u5341\u767e\u5343\u4e07\u842c\u4ebf\u5104\u534a\u591a\u4ee5\u51e0"
 """Ten to 10^8, and words such as half, that change the number in front of them."""
-_CJK_UNIT = re.compile(rf"(?<=[\d}}%]){GAP}(?!\S*[{_CJK_SCALES}])[\u4e00-\u9fff\uac00-\ud7a3]{{1,4}}\s*$")
+_CJK_UNIT = re.compile(rf"(?<=[\d}}%]){GAP}(?![!-~]|\S*[{_CJK_SCALES}])[\u4e00-\u9fff\uac00-\ud7a3]{{1,4}}\s*$")
 _SHORT_UNITS = frozenset(
     ["st", "nd", "rd", "th", "nm", "cl", "dl", "rpm", "am", "pm", "ns", "hz", "kw", "mw", "sq", "cu"]
 )
@@ -97,12 +97,13 @@ _LETTER_UNITS = frozenset(["m", "s", "g", "h", "l", "L", "N", "J", "W", "V", "K"
 _NO_UNITS = frozenset(["and", "or", "mod"])
 _IN_TEXT = r"\s*(?(1)\{\s*|)\\(?:text|mathrm)\s*\{([^{}\d]*)\}"
 _UNIT_FRACTION = re.compile(
-    rf"(?<=[\d}})]){GAP}(\\[dt]?frac)?{_IN_TEXT}(?(1)\s*\}}|\s*/){_IN_TEXT}({_POWER})(?(1)\s*\}}|)\s*$"
+    rf"(?<=[\d}})]){GAP}(\\[dt]?frac)?{_IN_TEXT}(?(1)\s*\}}|\s*/)(?:{_IN_TEXT}|(?(1)\s*\{{|)\s*([A-Za-z]+))({_POWER})"
+    r"(?(1)\s*\}|)\s*$"
 )
 _UNIT_SIGNS = re.compile(r"[{}~]|\\[ ,;:!]")
-_SMALL_WORDS = re.compile(r"(?<![A-Za-z\\])(?:is|of|to|at|by|it|we|he|an|as)(?![A-Za-z])")
+_SMALL_WORDS = re.compile(r"(?<![A-Za-z\\])(?:in|is|of|to|at|by|it|we|he|an|as)(?![A-Za-z])")
 _CIRCLE = re.compile(r"\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})\s*(?P<scale>[CFK]\b)?")
-_ANGLE = re.compile(r"(\d+(?:\.\d+)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+_ANGLE = re.compile(r"(?<!\d)(\d++(?:\.\d++)?)\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
 _TURNS = re.compile(r"\\?(?:sin|cos|tan|cot|sec|csc)\b")
 _ORDINAL = re.compile(r"\^\s*\{\s*\\(?:text|mathrm|textrm)\s*\{(?:st|nd|rd|th)\}\s*\}\s*$")
 
@@ -129,6 +130,13 @@ class Measured(NamedTuple):
 
     value: Any
     unit: Unit
+
+    def is_same(self, other: Measured) -> bool:
+        """Whether it is the same quantity in another unit: 3 hours, 180 minutes."""
+        if not all(isinstance(one.value, sympy.Expr) and one.value.is_number for one in (self, other)):
+            return False
+        sizes = (self.value * sympy.Rational(ratio) for ratio in self.unit.ratios_to(other.unit))
+        return any(abs(sympy.N(size - other.value)) <= _NEAR * abs(sympy.N(size)) for size in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +199,7 @@ def latex_of(text: str) -> tuple[str, Unit] | None:
     """LaTeX of an expression, and its unit; None for other words."""
     text = _JOINED.sub(r" \\text{ \1 } ", text)
     text = _TEXT.sub(lambda part: part[1] if _NOT_WORDS.search(part[1]) else part[0], text)
-    text, price = _without_price(_UNIT_FRACTION.sub(r"\\text{\2/\3}\4", text))
+    text, price = _without_price(_UNIT_FRACTION.sub(r"\\text{\2/\3\4}\5", text))
     text = _GROUPED.sub(lambda group: re.sub(r"\D", "", group[1]), text)
     if not _BRACKETED.search(text):
         text = _COMMAS.sub(lambda group: group[1].replace(",", ""), text)
@@ -254,6 +262,11 @@ def _repeated(number: re.Match[str]) -> str:
     return f"\\frac{{{above}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
 
 
+_NEAR = 1e-9
+_CONVERTED = re.compile(
+    r"(.{1,60}?)(?:,?\s(?:which\s(?:is|equals|makes)|that\sis,?|or)\s(.{1,60})|\s?=\s?([^=]{1,60})|\s\((.{1,60})\))"
+)
+"""A value, and perhaps the same in another unit."""
 _BASED = re.compile(r"([0-9A-Za-z]+)_\{?(\d+|\\text\{[a-z]+\})\}?")
 _CLOCK = re.compile(rf"(\d{{1,2}})(?::(\d\d))?(?:{GAP}([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
@@ -280,6 +293,11 @@ def readings(text: str) -> list[Any]:
     inner = unwrap(signs_as_latex(text))
     if _OPTION_NAMED.match(plain := _TEXT.sub(r"\1", inner)):
         inner = plain = _OPTION_NAMED.sub("", plain)
+    plain = plain.replace("**", "")
+    if (said := _CONVERTED.fullmatch(inner)) is not None:
+        first, second = both = [read_expression(part) for part in said.groups() if part is not None]
+        if isinstance(first, Measured) and isinstance(second, Measured) and first.is_same(second):
+            return both
     is_list = _LETTERS.fullmatch(plain) is not None
     if not is_list and _LISTED.match(own := CLAUSE_END.split(plain, maxsplit=1)[0]):
         return [Option(Text(own), None)]
@@ -304,7 +322,7 @@ def read_expression(text: str) -> Any:
     box = boxed(text)
     text = ENDED.sub("", _BEGUN.sub("", unwrap(text if box is None else box[0]))).strip()
     text = _UPRIGHT.sub(r"\1\2", _NAMED_FUNCTION.sub(r"\\\1", _FONT.sub(r"\1", text)))
-    if (letters := _LETTERS.fullmatch(_TEXT.sub(r"\1", text))) is not None:
+    if (letters := _LETTERS.fullmatch(_TEXT.sub(r"\1", text).replace("**", ""))) is not None:
         return Text(" ".join(sorted(re.findall("[A-J]", letters[0]))).casefold())
     if (words := words_of(text)) is not None:
         return words

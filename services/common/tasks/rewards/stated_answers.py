@@ -106,7 +106,7 @@ _SENTENCE_END = re.compile(r"\.(?:[\s*]|$)|\u3002")
 _BUT_NOT = re.compile(r"(?i)\s*(?:[,;(]\s*(?:and |but )?not|\brather than|\binstead of)\b[^.,;\n]*")
 MULTIPLE = (
     r"(?:twice|half|double|triple|(?:an?|one|two|three|four|five)[\s-](?:third|quarter|fourth|fifth|sixth|eighth|tenth)"
-    r"s?\s+of|(?:the\s+)?(?:square|cube)\s+root)\b"
+    r"s?\s+of|(?:the\s+)?(?:square|cube)\s+root|(?:the\s+)?(?:square|cube|sum|product)\s+of(?=\s\S{0,3}\d))\b"
 )
 _HEAD = re.compile(
     r"(?i)(?:[\s,;:\uff0c]|\u800c?\u662f|\b(?:is|but|actually|therefore|thus|so|exactly|simply|just|either|both|definitely"
@@ -165,7 +165,7 @@ def _said_in(completion: str) -> Statement:
         # A last heading with text below it may be a title.
         is_end = not completion[headed[-1].end() :].strip()
         lines = [one[1].strip() for one in headed if is_end or _HAS_VALUE.search(one[1])] or [headed[-1][1].strip()]
-        return Statement(texts=(lines[-1],), is_marked=False, prose=completion)
+        return Statement(texts=(lines[-1], _HEAD.sub("", lines[-1], count=1)), is_marked=False, prose=completion)
     completion = spoken
     correct = [one["letter"] for one in _IS_CORRECT.finditer(completion) if one["open"] is None]
     if not found or (correct and not any(_says(one) for one in found)):

@@ -6,6 +6,7 @@ Only two known units can differ. An unknown word, such as apples, is no unit her
 from __future__ import annotations
 
 import re
+from fractions import Fraction
 from typing import NamedTuple
 
 # A name of the unit, and its spellings without a plural s. One spelling may have several units.
@@ -62,6 +63,13 @@ for _name, _spellings in _TABLE.items():
     for _spelling in _spellings.split():
         _NAMES.setdefault(_spelling, set()).add(_name)
 
+_SIZES = (
+    {"ms": 1, "s": 1000, "min": 60_000, "h": 3_600_000, "day": 86_400_000, "week": 604_800_000},
+    {"mm": 1, "cm": 10, "dm": 100, "m": 1000, "km": 10**6},
+    {"mg": 1, "g": 1000, "kg": 10**6, "ton": 10**9},
+    {"inch": 1, "foot": 12, "yard": 36, "mile": 63_360},
+    {"ounce": 1, "pound": 16}, {"cent": 1, "dollar": 100}, {"cm^3": 1, "dm^3": 1000}, {"month": 1, "year": 12},
+)  # fmt: skip
 _COSTS = {"dollar", "cent", "euro", "sterling", "yen", "yuan", "rupee", "percent"}
 _UNKNOWN = "?"
 _DAYS = {"day", "week", "month", "year", _UNKNOWN}
@@ -90,6 +98,11 @@ class Unit(NamedTuple):
             return True
         shared, lower = self.over & other.over, self.under | other.under
         return bool(shared and lower - _DAYS and not shared & _COSTS) and not (self.under and other.under)
+
+    def ratios_to(self, other: Unit) -> list[Fraction]:
+        """How many of another unit are one of this; empty where unknown."""
+        pairs = [(one, two) for one in self.over for two in other.over if not (self.under or other.under)]
+        return [Fraction(each[one], each[two]) for each in _SIZES for one, two in pairs if each.keys() >= {one, two}]
 
 
 PERCENT = Unit(over=frozenset({"percent"}))

@@ -260,3 +260,4 @@ def test_words_of_a_completion_never_run_as_code(answer, words):
 
 def test_more_digits_than_python_reads_are_a_wrong_answer():
     assert not is_right(answer_of_row("12"), "\\boxed{0.\\overline{" + "3" * 5000 + "}}")
+    assert not is_right(answer_of_row("12"), "The answer is " + "1" * 20_000)

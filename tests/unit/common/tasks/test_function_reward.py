@@ -13,7 +13,7 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.process.config_file import load
-from heterorl.common.tasks.rewards.worker_pool import PATIENCE, SCRIPT
+from heterorl.common.tasks.rewards.worker_pool import PATIENCE, SCRIPT, is_outage
 from heterorl.common.tasks.task import close_task, score_group
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS
@@ -102,6 +102,15 @@ def test_a_reward_that_raises_names_the_users_own_line(place):
 
     with pytest.raises(RewardError, match=r"KeyError: 'x' \(.*mytask/rewards.py, line \d+\)"):
         task.score(task.prompt(0), "x")
+
+
+@pytest.mark.parametrize("error", ["ConnectionError", "BrokenPipeError", "TimeoutError"])
+def test_a_function_that_reaches_no_server_fails_as_any_other(place, error):
+    write(place, "mytask/rewards.py", f"def score(p, c, a):\n    raise {error}('gone')\n")
+    task = task_in(place)
+    with pytest.raises(RewardError, match=f"{error}: gone") as raised:
+        task.score(task.prompt(0), "7")
+    assert not is_outage(raised.value)
 
 
 def test_a_reward_that_raises_with_the_completion_in_its_words_says_one_short_line(place):

@@ -43,13 +43,18 @@ _COUNT = (
 _PARTS = {"hal": 2, "thi": 3, "quar": 4, "four": 4, "fif": 5, "six": 6, "seven": 7, "eigh": 8, "nin": 9, "ten": 10}
 _PART = re.compile(rf"(?i)\b({'|'.join(_PARTS)})(?:f|ves|rds?|ters?|ths?)\b")
 _COUNTED = re.compile(
-    r"(?i)(?:(?P<digits>(?<![\d.,/])\d(?:[\d.,/]*\d)?)[ $*-]{0,4}(?:and[\s-]+)?)?(?P<text>\\text\w{0,2}\{\s*)?\b"
+    r"(?i)(?:(?P<digits>(?<![\d.,/])\d(?:[\d.,/]*\d)?)[ $*-]{0,4}(?:and[\s-]+)?)?"
+    r"(?P<text>\\text\w{0,2}\{\s*)?\b"
     rf"(?:an?\s+)?{_COUNT}(?:(?:\s+and\s+(?:an?\s+)?|[\s-]){_COUNT}){{0,9}}"
     r"(?(text)\s*\}|)\s*\(\s*(?P<value>\$?-?(?:\d|\\[dt]?frac)[\d,./{}]*\$?)\s*\)(?!\s+of\s+(?:which|them|these)\b)"
 )
+_PI = re.compile(r"(?<![A-Za-z\\])pi(?![A-Za-z])")
+_TIMES_TEN = re.compile(r"(?<=\d)\s?[xX]\s?(?=10\s?(?:\^|\*\*))")
 _LONGEST = 200
 """Most characters of a number in words."""
-_ROOT = re.compile(r"([\u221a\u221b])\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+))")
+_ROOT = re.compile(
+    r"([\u221a\u221b]|(?<![A-Za-z\\])sqrt(?=\s?\())\s*(?:\(([^()]*)\)|\{([^{}]*)\}|(\d+(?:\.\d+)?|[A-Za-z]|\\[A-Za-z]+))"
+)
 
 
 def words_as_signs(text: str) -> str:
@@ -74,6 +79,7 @@ def signs_as_latex(text: str) -> str:
     text = _ROOT.sub(
         lambda root: f"\\sqrt{'[3]' if root[1] == chr(0x221B) else ''}{{{root[2] or root[3] or root[4]}}}", text
     )
+    text = _TIMES_TEN.sub(r" \\times ", _PI.sub(r"\\pi ", text))
     text = _RAISED_RUN.sub(lambda run: f"^{{{run[0].translate(_RAISED)}}}", text)
     text = _LOWERED_RUN.sub(lambda run: f"_{{{run[0].translate(_LOWERED)}}}", text)
     return _SIGN.sub(lambda sign: _SIGNS[sign[0]], text)

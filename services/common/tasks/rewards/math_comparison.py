@@ -34,7 +34,7 @@ from heterorl.common.tasks.rewards.math_expressions import (
     read_expression,
     readings,
 )
-from heterorl.common.tasks.rewards.stated_answers import MULTIPLE, boxed, statement_of
+from heterorl.common.tasks.rewards.stated_answers import FORMULA, MULTIPLE, boxed, statement_of
 from heterorl.common.tasks.rewards.units import PERCENT, Unit, unit_of
 
 MAX_BARE = 200
@@ -62,6 +62,11 @@ _VERDICT = re.compile(
     r"(?!.*\b(?:wait|actually|however|but|no|sorry|correction|so|therefore|thus|hence)\b)[^.!?;\n]*\W*\Z))"
 )
 """The first word, unless its opposite follows; an option before its reason."""
+_BARE = re.compile(
+    rf"{FORMULA}|(?<![\w.$\\^{{])(?P<bare>-?[\d.]{{0,20}}\s?(?:\\sqrt\{{[^{{}}]{{1,20}}\}}|\\pi\b)(?:\s?/\s?\d+)?)"
+    r"|(?<![\d:.])(?P<over>\d{1,4}):(?P<under>(?!00)\d{1,4})(?![\d:])",
+    re.DOTALL,
+)
 _SHORT_WORD = re.compile(r"[A-Za-z]{2,}")
 _EXACT, _ROUNDED = 1e-12, 1e-3
 """Largest relative difference of equal numbers: exact ones, and decimals."""
@@ -180,7 +185,7 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
     if wants_text or found or not stated.prose:
         return found
     # To the library \$ ends a formula.
-    prose = MIXED.sub(_as_fraction, signs_as_latex(stated.prose))
+    prose = _BARE.sub(_as_formula, MIXED.sub(_as_fraction, signs_as_latex(stated.prose)))
     # The library's time limits use signals; this process has its own.
     parsed = _tried(parse, prose.replace("\\$", ""), parsing_timeout=None) or []
     return [one for one in parsed if not isinstance(one, str)]
@@ -190,6 +195,12 @@ def _as_fraction(mixed: re.Match[str]) -> str:
     """A mixed number as one fraction; only the fraction behind a year, as in 2020 1/2."""
     whole, above, below = map(int, mixed.groups())
     return f"{above if len(mixed[1]) > 3 else whole * below + above}/{below}"
+
+
+def _as_formula(found: re.Match[str]) -> str:
+    """Mathematics without dollars, and ratios, as a formula."""
+    ratio = rf"\frac{{{found['over']}}}{{{found['under']}}}"
+    return f"${found['bare'] or ratio}$" if found["bare"] or found["over"] else found[0]
 
 
 def _tried(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -132,11 +132,12 @@ class Measured(NamedTuple):
     unit: Unit
 
     def is_same(self, other: Measured) -> bool:
-        """Whether it is the same quantity in another unit: 3 hours, 180 minutes."""
+        """Whether it is the same quantity in another form: 3 hours, 180 minutes."""
         if not all(isinstance(one.value, sympy.Expr) and one.value.is_number for one in (self, other)):
             return False
         sizes = (self.value * sympy.Rational(ratio) for ratio in self.unit.ratios_to(other.unit))
-        return any(abs(sympy.N(size - other.value)) <= _NEAR * abs(sympy.N(size)) for size in sizes)
+        least = _NEAR if self.value.has(sympy.Float) or other.value.has(sympy.Float) else _EXACT
+        return any(bool(abs(sympy.N(size - other.value)) <= least * abs(sympy.N(size))) for size in sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -262,11 +263,11 @@ def _repeated(number: re.Match[str]) -> str:
     return f"\\frac{{{above}}}{{{10 ** len(once) * (10 ** len(again) - 1)}}}"
 
 
-_NEAR = 1e-9
+_EXACT, _NEAR = 1e-9, 1e-2
 _CONVERTED = re.compile(
     r"(.{1,60}?)(?:,?\s(?:which\s(?:is|equals|makes)|that\sis,?|or)\s(.{1,60})|\s?=\s?([^=]{1,60})|\s\((.{1,60})\))"
 )
-"""A value, and perhaps the same in another unit."""
+"""A value, and perhaps the same in another form."""
 _BASED = re.compile(r"([0-9A-Za-z]+)_\{?(\d+|\\text\{[a-z]+\})\}?")
 _CLOCK = re.compile(rf"(\d{{1,2}})(?::(\d\d))?(?:{GAP}([ap])\.?\s?m\.?)?", re.IGNORECASE)
 _ISO_DATE = re.compile(r"\d{4}-\d\d-\d\d")
@@ -295,8 +296,9 @@ def readings(text: str) -> list[Any]:
         inner = plain = _OPTION_NAMED.sub("", plain)
     plain = plain.replace("**", "")
     if (said := _CONVERTED.fullmatch(inner)) is not None:
-        first, second = both = [read_expression(part) for part in said.groups() if part is not None]
-        if isinstance(first, Measured) and isinstance(second, Measured) and first.is_same(second):
+        both = [read_expression(part) for part in said.groups() if part is not None]
+        first, second = (one if isinstance(one, Measured) else Measured(one, Unit()) for one in both)
+        if first.is_same(second):
             return both
     is_list = _LETTERS.fullmatch(plain) is not None
     if not is_list and _LISTED.match(own := CLAUSE_END.split(plain, maxsplit=1)[0]):

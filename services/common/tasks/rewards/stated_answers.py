@@ -22,10 +22,10 @@ _NUMBER = (
     r"(?:/\d++)?(?:\s?\\?%)?(?![\w/^])"
 )
 # Bounds keep the search linear. A dollar with a blank before it, or a digit behind it, is a price and ends no formula.
-_FORMULA = r"\$\$.{1,500}?\$\$|(?<!\\)\$(?=\S)[^$\n]{0,500}?(?<=\S)\$(?!\d)|\\\(.{1,500}?\\\)|\\\[.{1,500}?\\\]"
+FORMULA = r"\$\$.{1,500}?\$\$|(?<!\\)\$(?=\S)[^$\n]{0,500}?(?<=\S)\$(?!\d)|\\\(.{1,500}?\\\)|\\\[.{1,500}?\\\]"
 _BOX = r"\\f?box(?:ed)?\s*\{(?:[^{}]|\{(?:[^{}]|\{[^{}]{0,200}\}){0,200}\}){0,400}\}"
 _FRACTION = r"-?\\[dt]?frac\{[^{}]*\}\{[^{}]*\}"
-_VALUE = rf"\*{{0,3}}(?:{_BOX}|{_FORMULA}|{_FRACTION}|(?:[a-z]\s*=\s*)?{_NUMBER}|\([A-J]\))\*{{0,3}}"
+_VALUE = rf"\*{{0,3}}(?:{_BOX}|{FORMULA}|{_FRACTION}|(?:[a-z]\s*=\s*)?{_NUMBER}|\([A-J]\))\*{{0,3}}"
 _VERB = (
     r"\b(?:(?:is|are|was|were|ca|could|does|do|did|would)n['\u2019]t|cannot"
     r"|(?:can|could|do|does|did|must|should|would|may|might)\s(?:not|never))\b"
@@ -79,7 +79,7 @@ _HEDGED = re.compile(
 )
 _OR = r"\s*,?\s*\bor\b(?:\s(?:even|else))?\s+(?:[a-z]\s*=\s*)?"
 _ALTERNATIVES = re.compile(
-    rf"(?i){_FORMULA}|{_BOX}|(?<![\w.^=/({{]){_NUMBER}(?:\s?,\s{_NUMBER}){{0,8}}(?P<last>{_OR}{_NUMBER})+", re.DOTALL
+    rf"(?i){FORMULA}|{_BOX}|(?<![\w.^=/({{]){_NUMBER}(?:\s?,\s{_NUMBER}){{0,8}}(?P<last>{_OR}{_NUMBER})+", re.DOTALL
 )
 
 _TAGGED = re.compile(r"(?i)<answer>(.*?)(?:</answer>|$)", re.DOTALL)
@@ -91,12 +91,14 @@ _BETWEEN = re.compile(
 _HEADED = re.compile(r"(?m)(?<!#)####(?!#)[ \t]*([^#\n]*)$")
 _HAS_VALUE = re.compile(r"\d|[\\$]|\([A-J]\)|\b[A-J]\b\W*$")
 _IS_CORRECT = re.compile(
-    r"(?P<open>(?i:if|whether|suppose|assume|assuming|that|neither|nor|not)\s+)?(?:\b[Oo]ption\s+)?(?<!\w)(?P<letter>\([A-J]\)|[A-J])\**\s+is\s+(?:the\s+)?(?:correct|right)\b(?!\s+(?:that|to)\b)"
+    r"(?P<open>(?i:if|whether|suppose|assume|assuming|that|neither|nor|not)\s+)?(?:\b[Oo]ption\s+)?(?<!\w)"
+    r"(?P<letter>\([A-J]\)|[A-J])\**\s+is\s+(?:(?:the\s+)?(?:correct|right)\b(?!\s+(?:that|to)\b)|the\s+answer\b)"
 )
 # The text behind is only looked at: it may hold the next statement.
 _SAID = re.compile(
-    r"(?i)(?:(?<![</])\banswers?\b|\b(?:correct|right)\s+(?:option|choice)\b|\u7b54\u6848)"
-    r"(?P<says>(?:\s+(?:is|are|to .{0,80}? is)\b|[\s\uff0c,]*\u800c?[\u662f\u4e3a])?\**\s*[:\uff1a=]?)\**\s*"
+    r"(?i)(?:\b(?:correct|right|answer|my)\s+(?:option|choice)\b|(?<![</])\banswers?\b|\u7b54\u6848)"
+    r"(?P<says>(?:\s+(?:is|are|to .{0,80}? is|(?:must|should)\s+be(?=\s+[*$\\(]{0,3}(?:-?\d|(?-i:[A-J])\b)))\b"
+    r"|[\s\uff0c,]*\u800c?[\u662f\u4e3a])?\**\s*[:\uff1a=]?)\**\s*"
     r"(?=(?P<said>[^\n]+))"
 )
 _JUDGED = re.compile(

@@ -101,6 +101,10 @@ class Unit(NamedTuple):
 
     def ratios_to(self, other: Unit) -> list[Fraction]:
         """How many of another unit are one of this; empty where unknown."""
+        if self == other:
+            return [Fraction(1)]
+        if {self, other} == {Unit(), PERCENT}:
+            return [Fraction(100) if other == PERCENT else Fraction(1, 100)]
         pairs = [(one, two) for one in self.over for two in other.over if not (self.under or other.under)]
         return [Fraction(each[one], each[two]) for each in _SIZES for one, two in pairs if each.keys() >= {one, two}]
 

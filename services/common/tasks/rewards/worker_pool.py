@@ -112,11 +112,11 @@ class WorkerProcess:
             raise RewardError(f"the process that computes rewards does not start: {error}") from error
         if "failed" in reply:
             self.close()
-            error = LoadFailed(reply["failed"], reply["text"])
+            failure = LoadFailed(reply["failed"], reply["text"])
             if self._first:
                 # It loaded before, so the configuration is right; memory may be full.
-                raise RewardError(f"the process that computes rewards does not start again: {error}") from error
-            raise error
+                raise RewardError(f"the process that computes rewards does not start again: {failure}") from failure
+            raise failure
         if reply.get("digest") != self._first.setdefault("digest", reply.get("digest")):
             self.close()
             raise RewardError(CHANGED)

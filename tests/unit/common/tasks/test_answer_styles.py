@@ -207,6 +207,20 @@ STYLES = [
     )),
     ("3", ["3", "$3$", "1 + 2 = 3"], ["3x", "3!", r"3\pi", "3i", r"x \ge 3", "x=3y"]),
     ("2", [], [r"2\sqrt3", "2x"]),
+    # Roots, pi and ratios in prose without dollars, and signs that people type.
+    *((one, [], ["The area is 8\u03c0.", "The area is 8\\pi.", "So x = 8\u221a3.", "It's 8:30."]) for one in "83"),
+    (r"8\pi", ["The area is 8\u03c0.", "So A = 8\u03c0 cm\u00b2.", "The answer is 8pi."], ["The area is 8."]),
+    (r"\frac{\pi}{4}", ["The answer is pi/4"], ["The answer is pi/3"]),
+    (r"\sqrt{51}", ["It is \u221a51.", "The answer is sqrt(51)."], ["It is 51."]),
+    (r"2\sqrt{2}", ["The answer is 2 sqrt(2)."], ["The answer is 2 sqrt(3)."]),
+    ("5:3", ["The ratio is 5:3."], ["The ratio is 3:5."]),
+    ("5", [], ["The ratio is 5:3.", "The ratio is 3:5."]),
+    (r"6.02 \times 10^{23}", ["The answer is 6.02 x 10^23.", "6.02 x 10^23"], ["The answer is 6.02 x 10^22."]),
+    # One value in two forms.
+    *((one, ["The answer is 1/4 (25%).", "The answer is 1/4 (0.25)."], []) for one in ("0.25", "1/4")),
+    ("1/16", [], ["The answer is 1/4 (25%).", "The answer is 1/4 (0.25)."]),
+    ("12", ["The answer must be 12. There were 7 apples."], ["The answer should be 13. There were 12."]),
+    ("7", ["The answer is 7. This answer must be an integer."], ["The answer must be 12. There were 7 apples."]),
     # Prices and mixed numbers in prose.
     ("12", [r"The total cost is \$12.", r"**\$12**", r"Each pays \$3, so 4 pay \$12.", r"The cost is $\$12$."], [r"Each pays \$12, so 4 pay \$48."]),
     *((one, ["It takes 3 1/2 hours.", "It takes $3 1/2$ hours.", r"Prices rose by \$3 1/2."], ["It takes 2 1/2 hours."]) for one in ("3.5", "7/2")),
@@ -225,7 +239,8 @@ STYLES = [
         "D",
         [
             "The answer is option D.", "The answer is option (D).", "Answer: Option D", "The answer is choice (D)",
-            "Option D", "D is correct.", "D is the correct answer.", box(r"\text{Option D}"),
+            "The answer must be D.", "The answer should be (D).", "Therefore, D is the answer.", "The answer choice is D.",
+            "My choice is (D).", "Option D", "D is correct.", "D is the correct answer.", box(r"\text{Option D}"),
         ],
         ["The answer is option C.", "C is correct.", "A is correct, so D is wrong."],
     ),

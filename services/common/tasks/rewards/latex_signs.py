@@ -58,7 +58,7 @@ _ROOT = re.compile(
 
 
 def words_as_signs(text: str) -> str:
-    """Words such as minus as signs; `five (5)` as 5, `2 thirds (2/3)` as 2/3."""
+    """Words as signs; `five (5)` as 5, `2 thirds (2/3)` as 2/3."""
     counted = _COUNTED.sub(lambda one: one["value" if one["digits"] is None or _is_counted(one) else 0], text)
     return _NEGATIVE.sub(r"\g<before>\g<open>-", counted)
 

@@ -192,7 +192,7 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
 
 
 def _as_fraction(mixed: re.Match[str]) -> str:
-    """A mixed number as one fraction; only the fraction behind a year, as in 2020 1/2."""
+    """A mixed number as one fraction; without a year before it."""
     whole, above, below = map(int, mixed.groups())
     return f"{above if len(mixed[1]) > 3 else whole * below + above}/{below}"
 

@@ -132,7 +132,7 @@ class Measured(NamedTuple):
     unit: Unit
 
     def is_same(self, other: Measured) -> bool:
-        """Whether it is the same quantity in another form: 3 hours, 180 minutes."""
+        """Whether it is the same quantity: 3 hours, 180 minutes."""
         if not all(isinstance(one.value, sympy.Expr) and one.value.is_number for one in (self, other)):
             return False
         sizes = (self.value * sympy.Rational(ratio) for ratio in self.unit.ratios_to(other.unit))

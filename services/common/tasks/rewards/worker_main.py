@@ -62,7 +62,7 @@ class LoadError(Exception):
 
 
 def serve(job: dict[str, Any] | None = None) -> None:
-    """Load a job, which the first line names if None; answer until the input ends."""
+    """Load a job, by default the first line; answer until input ends."""
     # Loaded code must not read or write the two pipes.
     out, requests = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)

@@ -62,7 +62,7 @@ def limit_of(timeout_s: float) -> float:
 
 
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """Answers requests of a worker, or the server in a sandbox, which the worker becomes."""
+    """Answers requests of a worker, or the sandbox that it becomes."""
     paths, shown = _places()
     job = {**job, "kind": SERVE.stem, "paths": paths}
     if not job["sandbox"]:

@@ -64,7 +64,8 @@ class Authority:
         with locked(self._directory):
             # Its key may be kept elsewhere: a new one would forget its certificates and what is revoked.
             if (self._directory / "ca.key").exists() or any((self._directory / "issued").glob("*.crt")):
-                action = "choose another directory, or put its ca.key back"
+                lost = "" if (self._directory / "ca.key").exists() else ", or put its ca.key back"
+                action = f"choose another directory{lost}; `heterorl certs issue` adds certificates to this one"
                 raise ConfigError("--dir", f"{self._directory} holds an authority", action=action)
             pair = make_authority(run=run, now=now, lifetime=lifetime)
             (self._directory / "issued").mkdir(exist_ok=True)

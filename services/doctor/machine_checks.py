@@ -222,10 +222,12 @@ def _shape(model_dir: str, published_dtype: str, lora: Any, *, records_routing: 
 SYNC_WARN_S = 0.05
 """Each end acknowledges a group after one durable write."""
 LEAST_FREE_BYTES = 1 << 30
-HOST_TIMES = {(Role.LEARNER, False): 16, (Role.LEARNER, True): 8, (Role.SAMPLER, False): 4, (Role.SAMPLER, True): 3}
+HOST_TIMES = {(Role.LEARNER, False): 20, (Role.LEARNER, True): 8, (Role.SAMPLER, False): 4, (Role.SAMPLER, True): 3}
 """Host memory in units of the published bf16 state, by role and whether the weights live on a GPU. A learner holds
-two published states (2) and a checkpoint's copy (6); on the CPU also weights, gradient and two moments in fp32 (8). A
-sampler holds fp32 weights (2), the current state and the next one."""
+two published states (2) and a checkpoint's copy (6); on the CPU also weights, gradient and two moments in fp32 (8) and
+a pass (4). A sampler holds fp32 weights (2), the current state and the next one."""
+PROCESS_BYTES = 1 << 30
+"""Memory of a process with torch and its libraries."""
 DEVICE_TIMES = {Role.LEARNER: 11, Role.SAMPLER: 2}
 """GPU memory in the same units, with a little for activations or keys and values."""
 DISK_TIMES = {Role.LEARNER: (7, 21)}
@@ -277,7 +279,7 @@ def judge_memory(fact: int | Failure, *, role: Role, is_on_gpu: bool, state_byte
     found = f"{_gib(fact)} available"
     if role not in {Role.LEARNER, Role.SAMPLER} or not state_bytes:
         return ok("memory", found)
-    need = HOST_TIMES[role, is_on_gpu] * state_bytes
+    need = PROCESS_BYTES + HOST_TIMES[role, is_on_gpu] * state_bytes
     found += f", this model needs about {_gib(need)}"
     if fact < state_bytes:
         return fail("memory", found, "use a machine with more memory, or stop processes that use it")

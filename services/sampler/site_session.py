@@ -146,7 +146,8 @@ class Session:
             _LOG.info("the sampler stops: the coordinator asks for it")
             self.stopped.set()
         if Command.DRAIN in commands:
-            self.drain("the run is complete (to go on: raise max_steps, start the learner, then samplers)")
+            more = "raise max_steps, start the learner, and samplers when it holds the lease"
+            self.drain(f"the run is complete (to go on: {more})")
         if Command.REGISTER in commands:
             await self.register()
 

@@ -19,7 +19,7 @@ from rich.text import Text
 
 from heterorl.common.types.common import amount
 from heterorl.common.types.rollout import spread
-from heterorl.common.types.sample import Sample, SampleList, SampleRollout, SampleSummary
+from heterorl.common.types.sample import Sample, SampleKind, SampleList, SampleRollout, SampleSummary
 
 COLOURED = 0.1
 """nats."""
@@ -57,7 +57,8 @@ def _facts(each: SampleSummary) -> tuple[str, ...]:
     return (
         str(each.id),
         str(each.version),
-        str(max(each.version - each.oldest_version, 0)),
+        # A trained group's version is the one that came of it.
+        str(max(each.version - each.oldest_version - (each.kind is SampleKind.CONSUMED), 0)),
         visible(each.site or "learner"),
         _reward(each),
         str(each.num_tokens),

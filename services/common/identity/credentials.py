@@ -118,7 +118,7 @@ def read_material(tls: TlsConfig, *, number: int, now: float) -> Material:
     except (ValueError, UnsupportedAlgorithm) as error:
         raise ConfigError("tls.cert", f"has a public key that cannot be read: {error}", action=_CERTIFICATE) from error
     if private.public_key().public_bytes(*public) != certified:
-        action = "take key and certificate from the same `heterorl certs issue`"
+        action = "take key and certificate from the same `heterorl certs issue` or `heterorl join`"
         raise ConfigError("tls.key", "is not the key of tls.cert", action=action)
     if len(chain) == 1 and not any(is_issued(chain[0], authority) for authority in authorities):
         action = "copy ca.crt of the authority that issued it, or issue another certificate: `heterorl certs issue`"

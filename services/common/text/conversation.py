@@ -171,6 +171,8 @@ _LOG = logging.getLogger(__name__)
 NUM_ANSWERS = 1000
 """Checked answers, spread over the task, within ANSWERS_S: 0.2 to 6 ms each."""
 ANSWERS_S = 10.0
+SAME = 1e-6
+"""Largest difference of equal rewards."""
 MAX_UNREADABLE = 0.5
 """Share of unreadable answers beyond which the verifier does not fit the dataset."""
 NUM_TRIED = 32
@@ -266,7 +268,7 @@ def try_answers(task: Task) -> None:
     key, _ = Counter(problem.key for _, problem in bad).most_common(1)[0]
     of_key = [(prompt, problem) for prompt, problem in bad if problem.key == key]
     shown = ", ".join(f"prompt {prompt.index} ({prompt.answer[:40]!r}: {each.text})" for prompt, each in of_key[:3])
-    words = f"{len(bad)} of {num_tried} answers that were tried cannot be read: {shown}"
+    words = f"{len(bad)} of {num_tried} rows that were tried cannot be scored: {shown}"
     if len(bad) > MAX_UNREADABLE * num_tried:
         raise ConfigError(key, words, action=of_key[0][1].action)
     _LOG.warning("%s: %s; such rows make no group, correct or remove them", key, words)
@@ -289,7 +291,11 @@ def try_reward(task: Task, prompter: Prompter | None) -> float:
     if prompter is not None:
         text = prompter.decode(prompter.tokens(text))
     try:
-        reward = total_reward(task.score(prompt, text))
+        parts = task.score(prompt, text)
+        reward = total_reward(parts)
+        # Remote rewards are NaN in it.
+        local: Task = getattr(task, "without_remote", lambda: task)()
+        again = parts if is_played else local.score(prompt, text)
     except RewardError as error:
         if is_played:
             raise environment_problem(f"the policy says {text[:40]!r}", error) from error
@@ -300,6 +306,13 @@ def try_reward(task: Task, prompter: Prompter | None) -> float:
         raise ConfigError("task", problem, action=f"correct task.reward or the data; {longer}") from error
     words = "an episode with one turn" if is_played else "the reference answer"
     _LOG.info("%s of prompt %d gets a reward of %g", words, prompt.index, reward)
+    for one, other in zip(parts, again, strict=True):
+        if abs(one.value - other.value) > SAME:
+            _LOG.warning(
+                "task: one answer gets %s = %g, then %g; where the learner computes rewards again, sites go into"
+                " quarantine: let it depend on its arguments only",
+                one.name, one.value, other.value,
+            )  # fmt: skip
     return reward
 
 

@@ -303,7 +303,7 @@ _FACTS = (
     ("loss", "config.loss.kind"),
     ("own loss", "config.loss.function"),
     ("learning rate", "config.backend.lr"),
-    ("learning rate falls", "config.backend.lr_schedule"),
+    ("learning rate schedule", "config.backend.lr_schedule"),
     ("group size, answers", "config.group_size"),
     ("groups a step", "config.groups_per_step"),
     ("steps a version", "config.steps_per_version"),

@@ -59,7 +59,7 @@ class RunResult:
 
     def __str__(self) -> str:
         if not self.has_begun:
-            where = "before the first version" if self.version < 0 else f"before it went on from version {self.version}"
+            where = "before it began" if self.version < 0 else f"before it went on from version {self.version}"
             return f"stopped {where}"
         text = f"stopped at step {self.step - self.num_unpublished}, version {self.version}"
         if self.is_undecided:

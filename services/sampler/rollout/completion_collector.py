@@ -272,7 +272,10 @@ class CompletionCollector:
                 lost = draft.completions[member].finish_reason
                 error = error or EpisodeError(f"its members are lost, the last one by {lost.value}")
                 self._scorer.failures.failed(error)
-                _LOG.warning("assignment %d gives no group and is returned: %s", draft.assignment.id, error)
+                _LOG.warning(
+                    "assignment %d, prompt %d (%.60r), gives no group and is returned: %s",
+                    draft.assignment.id, draft.prompt.index, draft.prompt.shown, error,
+                )  # fmt: skip
                 self.groups.add(1, self.clock.monotonic())
                 self._give_up(draft, _RETURNED_AS[lost])
             return

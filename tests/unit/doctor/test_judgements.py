@@ -128,10 +128,10 @@ CASES = [
     (disk(Failure(kind="denied", detail="x")), Level.FAIL, "give this user write access"),
     (disk(SLOW), Level.FAIL, "does not finish"),
     # A sampler on the CPU: four times the published state; a learner ten times.
-    (memory(4 * GIB), Level.OK, "needs about 4 GiB"),
-    (memory(3 * GIB), Level.WARN, "larger machine"),
+    (memory(5 * GIB), Level.OK, "needs about 5 GiB"),
+    (memory(4 * GIB), Level.WARN, "larger machine"),
     (memory(GIB - 1), Level.FAIL, "more memory"),
-    (memory(9 * GIB, role=Role.LEARNER), Level.WARN, "needs about 16 GiB"),
+    (memory(9 * GIB, role=Role.LEARNER), Level.WARN, "needs about 21 GiB"),
     (memory(GIB, role=Role.COORDINATOR), Level.OK, "1 GiB available"),
     (memory(SLOW), Level.SKIP, "no answer"),
     (device(None), Level.OK, "not configured"),

@@ -10,7 +10,7 @@ from typing import Any
 from heterorl.common.errors import ConfigError, RewardError, ServiceUnreachable
 from heterorl.common.tasks.answer_extraction import answer_of
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE, LoadFailed, WorkerPool
-from heterorl.common.tasks.task import Prompt, Task, TaskWrapper, messages_json
+from heterorl.common.tasks.task import AnswerProblem, Prompt, Task, TaskWrapper, messages_json
 from heterorl.common.types.common import Digest, peer_words
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS, RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
@@ -45,16 +45,18 @@ class FunctionReward:
         self.place = str(facts["place"])
         self.num_workers = num_workers
 
-    def check(self, prompt: Prompt) -> None:
-        """Raise ConfigError where a row lacks what the function needs."""
+    def answer_problem(self, prompt: Prompt) -> AnswerProblem | None:
+        """What a row lacks that the function needs."""
         if missing := [name for name in self._needs if name not in prompt.columns]:
             there = ", ".join(map(str, prompt.columns)) or "no columns"
-            problem = f"{self._path} asks for {', '.join(missing)}; the rows have {there}"[:500]
-            raise ConfigError(self._key, problem, action="name a parameter as a column is named, or give it a default")
+            problem = f"{self._path} asks for {', '.join(missing)}; the row has {there}"[:500]
+            action = "name a parameter as a column is named, or give it a default"
+            return AnswerProblem(key=self._key, text=problem, action=action)
         if self._needs_answer and not prompt.answer and not self._answers & set(prompt.columns):
-            problem = f"the rows have no answers, and {self._path} asks for one"
+            problem = f"the row has no answer, and {self._path} asks for one"
             action = "name the column of the answer, or give that parameter a default"
-            raise ConfigError("task.data.answer", problem, action=action)
+            return AnswerProblem(key="task.data.answer", text=problem, action=action)
+        return None
 
     def _columns(self, prompt: Prompt) -> dict[str, Any]:
         wanted = prompt.columns if self._asks is None else self._asks
@@ -127,6 +129,7 @@ class FunctionRewardTask(TaskWrapper):
         super().__init__(task, digest=digest, num_workers=reward.num_workers)
         self._reward = reward
         self.score, self.close = reward.score, reward.close
+        self.answer_problem = reward.answer_problem
 
 
 _EXAMPLE = "for example mytask.rewards:score, a function f(prompt, completion, answer) in mytask/rewards.py"

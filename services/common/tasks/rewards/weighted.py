@@ -166,6 +166,8 @@ def _allowed(parts: tuple[RewardPart, ...]) -> tuple[RewardPart, ...]:
 
 _LOG = logging.getLogger(__name__)
 MAX_RUBRIC_BYTES = 1 << 16
+NUM_TRIED = 32
+"""First rows of which one must have what a reward function asks for."""
 
 
 def weighted_task(task: Task, rewards: Sequence[RewardConfig], config: SourceConfig) -> WeightedTask:
@@ -197,11 +199,10 @@ def own_reward(path: str, task: Task, config: SourceConfig, *, directory: str, k
     reward = FunctionReward(
         path, directory=Path(directory), key=key, timeout_s=config.reward_timeout_s, num_workers=config.reward_workers
     )
-    try:
-        reward.check(task.prompt(0))
-    except ConfigError:
+    problems = [reward.answer_problem(task.prompt(index)) for index in range(min(NUM_TRIED, task.num_prompts))]
+    if problems[0] is not None and all(problems):
         reward.close()
-        raise
+        raise ConfigError(problems[0].key, problems[0].text, action=problems[0].action)
     _LOG.info("reward %s has loaded %d files of %s", path, reward.num_files, reward.place)
     return reward
 

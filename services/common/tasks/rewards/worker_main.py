@@ -309,6 +309,9 @@ def _number(part: Any) -> float:
     if not isinstance(part, str | bytes):
         with contextlib.suppress(TypeError):
             return float(part)
+    if inspect.iscoroutine(part):
+        part.close()
+        raise ValueError("it is async: a reward is a plain function")
     raise ValueError(f"it returned {part!r:.80}, and no number")
 
 

@@ -251,7 +251,8 @@ def pinned(key: str, name: HubName, *, notes: Path | None, cache_dir: str) -> st
         return name.revision
     if not name.revision:
         problem = f"hf:{name.place} names no revision"
-        raise ConfigError(key, problem, action=f"write hf:{name.place}@REVISION[{name.split}], a commit or a branch")
+        action = f"write hf:{name.place}@REVISION[{name.split}], a commit or a branch; or a directory, as hf:/data/sums"
+        raise ConfigError(key, problem, action=action)
     known = _read(key, notes)
     written = f"{name.place}@{name.revision}"
     if written in known:

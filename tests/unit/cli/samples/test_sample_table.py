@@ -37,9 +37,14 @@ def test_texts_have_lines_of_their_own():
     head, facts, prompt, completion = shown(summary())
 
     assert head.split() == ["id", "version", "behind", "site", "reward", "tokens", "cut", "kept", "because"]
-    assert facts.split() == ["36", "12", "2", "us-west-1", "0.5", "[0,", "1]", "640", "1/8", "consumed"]
+    # The group trained at version 11, and 12 came of it.
+    assert facts.split() == ["36", "12", "1", "us-west-1", "0.5", "[0,", "1]", "640", "1/8", "consumed"]
     assert prompt == f"    prompt      {PROMPT}"
     assert completion == "    completion  It breathes fire."
+
+
+def test_a_dropped_group_was_behind_the_version_of_its_end():
+    assert shown(summary(kind=SampleKind.DROPPED))[1].split()[2] == "2"
 
 
 def test_columns_of_several_samples_stand_under_one_another():

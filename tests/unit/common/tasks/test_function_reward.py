@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common.errors import ConfigError, RewardError
+from heterorl.common.errors import AnswerUnreadable, ConfigError, RewardError
 from heterorl.common.process.config_file import load
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE, SCRIPT, is_outage
-from heterorl.common.tasks.task import close_task, score_group
+from heterorl.common.tasks.task import check_answer, close_task, score_group
 from heterorl.common.tasks.task_config import TaskConfig, build_task
+from heterorl.common.text.conversation import try_answers, try_reward
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS
 from heterorl.coordinator.rpc.bounds import bound_of, text_problem
 from heterorl.learner.learner_config import LearnerConfig
@@ -381,6 +382,8 @@ def test_several_workers_score_a_group_at_once(place):
 
 
 FORMS = """
+import random
+
 def by_name(completion, level, answer=None, tags=(), **more):
     return {"level": float(level), "tags": float(len(tags)), "more": float(sorted(more) == ["messages", "note", "prompt", "whole"]),
             "answer": float(answer)}
@@ -430,6 +433,12 @@ def trl_ids(completions, completion_ids, **kwargs):
 
 def trl_none(completions, **kwargs):
     return [None]
+
+async def later(completion):
+    return 1.0
+
+def by_chance(completion):
+    return {"kept": 1.0, "drawn": random.random()}
 
 def as_text(completion):
     return "0.7"
@@ -522,16 +531,15 @@ def test_messages_reach_a_reward_of_trl_as_messages(tmp_path):
 def test_what_a_reward_cannot_be_given_is_said_at_the_start_or_by_its_name(tmp_path):
     with pytest.raises(ConfigError, match="task.reward: forms:trl_ids.*asks for completion_ids, which does not exist"):
         formed(tmp_path, "trl_ids")
-    with pytest.raises(
-        ConfigError, match="task.reward: forms:missing asks for difficulty; the rows have answer, level"
-    ):
+    with pytest.raises(ConfigError, match="task.reward: forms:missing asks for difficulty; the row has answer, level"):
         formed(tmp_path, "missing")
-    with pytest.raises(ConfigError, match="task.reward: forms:no_column asks for response; the rows have answer"):
+    with pytest.raises(ConfigError, match="task.reward: forms:no_column asks for response; the row has answer"):
         formed(tmp_path, "no_column")
     for reward, words in (
         ("trl_none", "returned None"),
         ("trl_number", "a list of one number, and returned 1.0"),
         ("as_text", "returned '0.7', and no number"),
+        ("later", "it is async: a reward is a plain function"),
     ):
         task = formed(tmp_path, reward)
         try:
@@ -541,13 +549,47 @@ def test_what_a_reward_cannot_be_given_is_said_at_the_start_or_by_its_name(tmp_p
             task.close()
 
 
+@pytest.mark.parametrize(("reward", "told"), [("by_chance", ["drawn"]), ("two", [])])
+def test_a_reward_by_chance_is_told_at_the_start(tmp_path, caplog, reward, told):
+    task = formed(tmp_path, reward)
+    try:
+        try_reward(task, None)
+    finally:
+        close_task(task)
+
+    assert [record.args[0] for record in caplog.records if "arguments only" in record.getMessage()] == told
+
+
+@pytest.mark.parametrize("without", [0, 3])
+def test_a_row_without_a_column_of_the_reward_is_told_at_the_start_and_makes_no_group(tmp_path, caplog, without):
+    rows = [{"prompt": f"q{n}", "answer": "1", "level": n} for n in range(5)]
+    # The held-out row is q2.
+    del rows[without]["level"]
+    task = formed(tmp_path, "in_order", rows)
+    try:
+        try_answers(task)
+        refused = 0
+        for index in range(task.num_prompts):
+            try:
+                check_answer(task, task.prompt(index))
+            except AnswerUnreadable as error:
+                refused += "forms:in_order asks for level; the row has" in str(error)
+    finally:
+        close_task(task)
+
+    told = [
+        record for record in caplog.records if "1 of 4 rows that were tried cannot be scored" in record.getMessage()
+    ]
+    assert refused == len(told) == 1
+
+
 @pytest.mark.parametrize("data", [{}, {"answer": ""}])
 def test_a_reward_that_asks_for_answers_is_refused_where_the_rows_have_none(tmp_path, data):
     rows = [{"prompt": f"q{n}", "level": n} for n in range(3)]
 
     for reward in ("always", "third", "trl_answer"):
         with pytest.raises(
-            ConfigError, match=f"task.data.answer: the rows have no answers, and forms:{reward} asks for one"
+            ConfigError, match=f"task.data.answer: the row has no answer, and forms:{reward} asks for one"
         ):
             formed(tmp_path, reward, rows, data=data)
     for reward in ("maybe", "maybe_third", "trl_maybe", "two"):
@@ -556,5 +598,5 @@ def test_a_reward_that_asks_for_answers_is_refused_where_the_rows_have_none(tmp_
 
 def test_trl_may_ask_for_a_column_of_answers_that_nothing_else_reads(tmp_path):
     close_task(formed(tmp_path, "trl_answer", data={"answer": ""}))
-    with pytest.raises(ConfigError, match="task.data.answer: the rows have no answers"):
+    with pytest.raises(ConfigError, match="task.data.answer: the row has no answer"):
         formed(tmp_path, "always", data={"answer": ""})

@@ -79,7 +79,7 @@ def test_one_reward_is_tried_by_the_way_of_completions():
     task = Scored(fails_on("bad"))
 
     assert try_reward(task, Tokens()) == 9.0
-    assert task.asked == ["reference"]
+    assert task.asked == ["reference", "reference"], "twice, to find rewards by chance"
     with pytest.raises(
         ConfigError,
         match="^task: the reference answer of prompt 0 gets no reward here: no answer.*task.reward_timeout_s",
@@ -102,7 +102,7 @@ def test_answers_that_cannot_be_read_are_told_at_the_start_and_keep_their_number
     try:
         try_answers(task)
         (words,) = [record.getMessage() for record in caplog.records if record.levelno == logging.WARNING]
-        beginning = "task.match: 4 of 9 answers that were tried cannot be read: prompt 0 ('x is 5': the right answer"
+        beginning = "task.match: 4 of 9 rows that were tried cannot be scored: prompt 0 ('x is 5': the right answer"
         assert words.startswith(beginning)
         assert words.count("prompt ") == 3
         assert task.num_prompts == 9
@@ -134,7 +134,7 @@ def test_a_start_reads_a_thousand_answers_spread_over_the_task():
 def test_reward_that_reads_few_of_the_answers_is_not_begun(tmp_path):
     task = mathematical(tmp_path, ["x is 5", "1", "3 +* 4", "5 6"])
     try:
-        with pytest.raises(ConfigError, match=r"task.match: 3 of 4 answers.*prompt 0 \('x is 5'.*match = \"exact\""):
+        with pytest.raises(ConfigError, match=r"task.match: 3 of 4 rows.*prompt 0 \('x is 5'.*match = \"exact\""):
             try_answers(task)
     finally:
         close_task(task)
@@ -164,7 +164,7 @@ def test_answers_that_cannot_be_read_are_told_under_the_key_of_their_reward(tmp_
     ):
         task = build_task(TaskConfig(**table))
         try:
-            words = rf"^{key}: \d+ of \d+ answers that were tried cannot be read: .*docs/rewards.md lists their forms"
+            words = rf"^{key}: \d+ of \d+ rows that were tried cannot be scored: .*docs/rewards.md lists their forms"
             with pytest.raises(ConfigError, match=words) as raised:
                 try_answers(task)
             assert "match" not in str(raised.value)

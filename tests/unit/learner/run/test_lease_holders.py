@@ -217,7 +217,7 @@ async def test_learner_that_is_stopped_while_it_waits_for_the_lease_claims_no_st
 
     stop.set()
 
-    assert str(await running) == "stopped before the first version"
+    assert str(await running) == "stopped before it began"
 
 
 async def test_version_of_more_groups_than_are_ever_under_way_is_refused_and_the_lease_is_free_again(tmp_path):

@@ -123,19 +123,19 @@ def _beside_gepo() -> str:
     )
 
 
-def _gates(name: str) -> str:
-    """Each rule of an experiment: its last accuracy, and minus that of gepo-whole, sampled and greedy."""
+def _gates(name: str, *, beside: str = "gepo-whole") -> str:
+    """Each rule of an experiment: its last accuracy, and minus that of another, sampled and greedy."""
     runs = _lab(name).runs
     rows = []
     for rule in dict.fromkeys(run.algorithm for run in runs):
         own = [run for run in runs if run.algorithm == rule]
         nats = [run.kl_mean for run in own if run.kl_mean is not None]
         rows.append([
-            rule, cell(own), paired(rule, "gepo-whole", runs, 64.0),
-            paired(rule, "gepo-whole", runs, 64.0, of=lambda run: run.last_greedy).partition(", worst")[0],
+            rule, cell(own), paired(rule, beside, runs, 64.0),
+            paired(rule, beside, runs, 64.0, of=lambda run: run.last_greedy).partition(", worst")[0],
             f"{sum(nats) / len(nats):.2f}",
         ])  # fmt: skip
-    return table(["rule", "last", "minus gepo-whole", "the same, greedy", "nats a completion"], rows)
+    return table(["rule", "last", f"minus {beside}", "the same, greedy", "nats a completion"], rows)
 
 
 def _warmup() -> str:
@@ -394,6 +394,7 @@ LAB: dict[str, Callable[[], str]] = {
     "stale256": lambda: accuracies(_lab("stale256"), (64.0, 128.0, 256.0), _STALE),
     "stale2026": lambda: accuracies(_lab("stale2026"), _FAR_ENDS),
     "stale2026-beside-gepo": lambda: _beside("stale2026", "gepo", _FAR_ENDS),
+    "stale2026-t21": lambda: _gates("stale2026_t21", beside="gepo"),
     "stale2026-rates": lambda: _chosen_rates("stale2026", _FAR_ENDS),
     "beside-gepo": _beside_gepo,
     "recommend": lambda: accuracies(_lab("recommend"), (64.0,)),

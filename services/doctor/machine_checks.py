@@ -236,7 +236,7 @@ check fails, for three with the kept ones it warns. Other roles: 1 and 2."""
 _CONTRACT = {
     "tokenizer_digest": "copy the run's model directory again: the tokenizer differs",
     "chat_template_digest": "set use_chat_template as the learner does, and use the run's tokenizer",
-    "task_digest": "copy the learner's [task], with identical data files and reward files",
+    "task_digest": "copy the learner's [task], data and reward files; both logs have the digest of each",
     "num_prompts": "copy the learner's [task], with the same data file",
     "layout_id": "set model_dir to the run's model and published_dtype to the learner's",
     "vocab_size": "set model_dir to the run's model",
@@ -366,8 +366,8 @@ def judge_loss(loss: Any, *, max_new_tokens: int) -> Check:
         return fail("loss", str(error), "correct [loss], or install what it imports")
     nats, share = KL_TOKEN * max_new_tokens, open_share(spec, max_new_tokens=max_new_tokens)
     found = (
-        f"engines {KL_TOKEN:g} nats a token apart x {max_new_tokens:,} tokens = {nats:.2g} nats a completion:"
-        f" {share:.0%} of the rollouts with A < 0 train"
+        f"engines {KL_TOKEN:g} nats a token apart x {max_new_tokens:,} tokens = {nats:.2g} nats a completion"
+        f" (docs/losses.md, long completions): {share:.0%} of the rollouts with A < 0 train"
     )
     remedies = [remedy for _, remedy in length_caveats(spec, max_new_tokens=max_new_tokens)]
     return warn("loss", found, "; ".join(remedies)) if remedies else ok("loss", found)

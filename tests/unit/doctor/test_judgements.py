@@ -277,8 +277,20 @@ def test_each_number_of_a_contract_has_a_remedy(name):
 @pytest.mark.parametrize(
     ("loss", "tokens", "level", "finding", "remedy"),
     [
-        ({"kind": "gepo_whole"}, 300, Level.OK, "x 300 tokens = 0.3 nats a completion: 85% of", ""),
-        ({"kind": "gepo_whole"}, 4_000, Level.WARN, "x 4,000 tokens = 4 nats a completion: 15% of", "5 x KL a token"),
+        (
+            {"kind": "gepo_whole"},
+            300,
+            Level.OK,
+            "= 0.3 nats a completion (docs/losses.md, long completions): 85% of",
+            "",
+        ),
+        (
+            {"kind": "gepo_whole"},
+            4_000,
+            Level.WARN,
+            "= 4 nats a completion (docs/losses.md, long completions): 15% of",
+            "5 x KL a token",
+        ),
         ({"kind": "gspo"}, 4_000, Level.WARN, "100% of", "set loss.drift_limit or take topr"),
         ({"kind": "gepo_1s", "drift_limit": 20.0}, 4_000, Level.OK, "4 nats", ""),
         ({"kind": "custom", "function": "no.such:loss"}, 5, Level.FAIL, "", "correct [loss]"),

@@ -203,7 +203,7 @@ def own_reward(path: str, task: Task, config: SourceConfig, *, directory: str, k
     if problems[0] is not None and all(problems):
         reward.close()
         raise ConfigError(problems[0].key, problems[0].text, action=problems[0].action)
-    _LOG.info("reward %s has loaded %d files of %s", path, reward.num_files, reward.place)
+    _LOG.info("reward %s: %d files of %s, digest %.12s", path, reward.num_files, reward.place, reward.digest)
     return reward
 
 

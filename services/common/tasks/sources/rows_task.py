@@ -84,6 +84,10 @@ class RowsTask(MatchedTask):
             self.held_out = _chosen(key, held_out, config, measure)
             self.training = _without(key, chosen, self.held_out)
         self._count()
+        _LOG.info(
+            "task.name: %d prompts and %d held out, digest %.12s",
+            self.num_prompts, self.num_evaluation_prompts, self.digest,
+        )  # fmt: skip
 
     def _count(self) -> None:
         self.num_prompts = self.training.numbers.size

@@ -68,6 +68,9 @@ def _is_counted(found: re.Match[str]) -> bool:
     part, numbers = _PART.search(found[0]), re.findall(r"\d+(?:\.\d+)?", found["value"])
     if part is None or len(found[0]) > _LONGEST or not found["digits"].isdecimal() or len(numbers) > 2:
         return False
+    if part[1].lower() == "quar" and found["value"].startswith("$") and not found["value"].endswith("$"):
+        # Coins.
+        return False
     whole, divisor, above = int(found["digits"]), _PARTS[part[1].lower()], Fraction(numbers[0])
     below = Fraction(numbers[1]) if len(numbers) > 1 else 1
     is_mixed = whole * below < above < (whole + 1) * below and not above * divisor % below

@@ -63,10 +63,16 @@ _VERDICT = re.compile(
 )
 """The first word, unless its opposite follows; an option before its reason."""
 _BARE = re.compile(
-    rf"{FORMULA}|(?<![\w.$\\^{{])(?P<bare>-?[\d.]{{0,20}}\s?(?:\\sqrt\{{[^{{}}]{{1,20}}\}}|\\pi\b)(?:\s?/\s?\d+)?)"
-    r"|(?<![\d:.])(?P<over>\d{1,4}):(?P<under>(?!00)\d{1,4})(?![\d:])",
+    rf"{FORMULA}|(?<=[a-z=]\s)"
+    r"(?P<bare>-?[\d.]{0,20}\s?(?:\\sqrt\{[^{}]{1,20}\}|\\pi\b)(?:\s?/\s?\d+)?)"
+    r"(?!\s{0,2}(?:[\d^(\[{+*/=<>\\-]|[A-Za-z](?![A-Za-z])))"
+    r"|(?<![\d:.])(?P<over>\d{1,4}):(?P<under>(?!0)\d{1,4})(?![\d:])",
     re.DOTALL,
 )
+"""A formula; a root or a multiple of pi without other terms; a ratio."""
+_TERM = re.compile(r"(?i)\b(?:plus|minus|times|over|by|and|or|than|between|from|to)\s\Z")
+_RATIO = re.compile(r"(?i)\b(?:ratio|proportion|scale|odds)\b")
+_IN_YEAR = re.compile(r"(?i)\b(?:in|since|by|during|until|from)\s+(?:19|20)\d\d\s+\Z")
 _SHORT_WORD = re.compile(r"[A-Za-z]{2,}")
 _EXACT, _ROUNDED = 1e-12, 1e-3
 """Largest relative difference of equal numbers: exact ones, and decimals."""
@@ -194,13 +200,16 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
 def _as_fraction(mixed: re.Match[str]) -> str:
     """A mixed number as one fraction; without a year before it."""
     whole, above, below = map(int, mixed.groups())
-    return f"{above if len(mixed[1]) > 3 else whole * below + above}/{below}"
+    is_year = _IN_YEAR.search(mixed.string[max(0, mixed.start() - 20) : mixed.start(2)])
+    return f"{above if is_year else whole * below + above}/{below}"
 
 
 def _as_formula(found: re.Match[str]) -> str:
-    """Mathematics without dollars, and ratios, as a formula."""
-    ratio = rf"\frac{{{found['over']}}}{{{found['under']}}}"
-    return f"${found['bare'] or ratio}$" if found["bare"] or found["over"] else found[0]
+    """Mathematics without dollars, and ratios, as a formula; nothing of a time or score."""
+    if found["over"]:
+        return rf"$\frac{{{found['over']}}}{{{found['under']}}}$" if _RATIO.search(found.string) else "?"
+    is_term = _TERM.search(found.string[max(0, found.start() - 9) : found.start()])
+    return f"${found['bare']}$" if found["bare"] and not is_term else found[0]
 
 
 def _tried(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:

@@ -299,7 +299,8 @@ def readings(text: str) -> list[Any]:
         both = [read_expression(part) for part in said.groups() if part is not None]
         first, second = (one if isinstance(one, Measured) else Measured(one, Unit()) for one in both)
         if first.is_same(second):
-            return both
+            # 300 % would also equal 300.
+            return both[:1] if second.unit == PERCENT != first.unit else both
     is_list = _LETTERS.fullmatch(plain) is not None
     if not is_list and _LISTED.match(own := CLAUSE_END.split(plain, maxsplit=1)[0]):
         return [Option(Text(own), None)]

@@ -298,6 +298,15 @@ STYLES = [
             "The answer is 42 times 2", "The answer is 42 plus 1", "The answer is at least 42",
         ],
     ),
+    # Terms, times and years in prose.
+    (r"4\pi", ["So it is 4\u03c0."], ["The perimeter is 8 + 4\u03c0.", "It is 4\u03c0r\u00b3.", "It is 8 plus 4\u03c0.", "at (1, 4\u03c0)"]),
+    (r"5\pi", ["It is 5\u03c0 cm."], ["It is 25 \u2212 5\u03c0.", "It is (25 - 5\u03c0)/2.", "It is 5\u03c0^2.", "It is 5\\pi r."]),
+    (r"\sqrt{5}", ["It is \u221a5."], ["It is 1 + \u221a5.", "The value is 2/\u221a5.", "It is \u221a5x"]),
+    ("1/2", ["The ratio is 1:2.", "In 2020 1/2 of them left."], ["They start at 6:12.", "It weighs 1250 1/2 pounds."]),
+    ("1250.5", ["It weighs 1250 1/2 pounds."], ["In 1250 1/2 of them left, so 1/2"]),
+    ("24", ["The answer is 24 quarters ($6)."], []),
+    ("300", [], ["The answer is 3, which is 300%.", "3 (300%)"]),
+    ("3", ["The answer is 3, which is 300%."], []),
     # Sets.
     (r"\{3,4\}", [box(r"\{4,3\}"), box("3, 4"), box(r"\left\{3, 4\right\}")], [box("(3,4)"), box("[3,4]"), box("(4,3)")]),
     ("(3,4)", [box("(3,4)")], [box(r"\{3,4\}"), box("(4,3)")]),

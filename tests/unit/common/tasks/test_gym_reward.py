@@ -141,6 +141,11 @@ def test_processes_and_memory_end_at_their_limits(task):
             marks=pytest.mark.slow,
         ),
         ("import resource\nresource.prlimit(1, resource.RLIMIT_AS, (1 << 20, 1 << 20))", True),
+        (
+            "import os, resource, time\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\n"
+            "os.write(3, b'x')\ntime.sleep(9)",
+            True,
+        ),
         pytest.param(
             "import resource\nresource.prlimit(1, resource.RLIMIT_CPU, (1, 1))\nwhile True: pass",
             True,
@@ -157,7 +162,19 @@ def test_processes_and_memory_end_at_their_limits(task):
         pytest.param("import ctypes\nassert ctypes.CDLL(None).semget(0, 9, 0o1600) >= 0", True, marks=pytest.mark.slow),
         pytest.param("open('/tmp/sympy.py', 'w').write('x')", True, marks=pytest.mark.slow),
     ],
-    ids=["signals", "trace", "memory", "time", "nice", "batch", "shared memory", "messages", "semaphores", "file"],
+    ids=[
+        "signals",
+        "trace",
+        "memory",
+        "files",
+        "time",
+        "nice",
+        "batch",
+        "shared memory",
+        "messages",
+        "semaphores",
+        "file",
+    ],
 )
 def test_what_a_completion_changes_of_the_process_that_scores_ends_with_it(task, code, starts_again):
     assert is_sound(task)

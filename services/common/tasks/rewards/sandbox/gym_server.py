@@ -118,8 +118,10 @@ def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]
         try:
             said, share = _scored(entries, entry, request["completion"], cpu_s=job["cpu_s"], timeout_s=job["timeout_s"])
             return {"value": _value(said), "share": share, "is_full": not _is_whole(libc, before)}
-        except MemoryError:
-            # The completion lowered the limit of this process.
+        except (MemoryError, OSError) as error:
+            # The completion lowered a limit of this process.
+            if isinstance(error, OSError) and _is_whole(libc, before):
+                raise
             return {"value": 0.0, "share": 1.0, "is_full": True}
 
     return answer, {}

@@ -257,7 +257,11 @@ PROMISES = [
     ),
     # As a comment of the constant says: 2.7 times as much disk.
     ("docs/view.md", f"about {2.7 * pages.LIMIT_BYTES / 1e9:.0f} GB"),
-    ("deploy/README.md", f"A service that hangs for {notify.HUNG_S:g} s is ended"),
+    ("deploy/README.md", f"A service that hangs for {notify.HUNG_S:g} s is ended and started again"),
+    (
+        "deploy/README.md",
+        f"`docker pause` and `scontrol suspend` count (ranks: {1.25 * DIVIDED.backend.rank_timeout_s:g} s)",
+    ),
 ]
 
 

@@ -205,7 +205,7 @@ def _as_fraction(mixed: re.Match[str]) -> str:
 
 
 def _as_formula(found: re.Match[str]) -> str:
-    """Mathematics without dollars, and ratios, as a formula; nothing of a time or score."""
+    """Mathematics without dollars, and ratios, as a formula; times as "?"."""
     if found["over"]:
         return rf"$\frac{{{found['over']}}}{{{found['under']}}}$" if _RATIO.search(found.string) else "?"
     is_term = _TERM.search(found.string[max(0, found.start() - 9) : found.start()])

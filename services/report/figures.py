@@ -55,7 +55,7 @@ def drawings(reports: Sequence[StepReport], versions: Rows, start: float | None)
             axes.set_ylim(0, 1)
         axes.set_ylabel("mean reward")
         # Above the axes, because held-out points lie at the top and at the bottom.
-        axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False)
+        legend(axes)
 
     def staleness(axes: Any) -> None:
         oldest = [report.staleness_max for report in reports]
@@ -64,7 +64,7 @@ def drawings(reports: Sequence[StepReport], versions: Rows, start: float | None)
         axes.plot(steps, [report.staleness_mean for report in reports], color=STRONG, label="mean of the step")
         _from_zero(axes, oldest)
         axes.set_ylabel("versions")
-        axes.legend(loc="lower right")
+        legend(axes)
 
     def series(name: str, label: str) -> Callable[[Any], None]:
         def draw(axes: Any) -> None:
@@ -92,7 +92,7 @@ def drawings(reports: Sequence[StepReport], versions: Rows, start: float | None)
         axes.set_ylabel("KiB")
         axes.set_xlabel("version")
         whole_numbers(axes.xaxis)
-        axes.legend(loc="center right")
+        legend(axes)
 
     return {
         "accuracy": accuracy,
@@ -154,6 +154,11 @@ def picture(
     return buffer.getvalue()
 
 
+def legend(axes: Any) -> None:
+    """Put the legend above the data."""
+    axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False)
+
+
 TITLES = {
     "length": "Length of the completions",
     "signal": "Truncated completions, groups with equal rewards",
@@ -201,7 +206,7 @@ def _length(stated: Sequence[tuple[int, CompletionNumbers]], axes: Any) -> None:
             axes.plot(*zip(*known, strict=True), color=colour, linestyle=style, label=label)
     axes.set_ylim(0, None)
     axes.set_ylabel("tokens")
-    axes.legend(loc="best")
+    legend(axes)
 
 
 def _signal(stated: Sequence[tuple[int, CompletionNumbers]], axes: Any) -> None:
@@ -210,7 +215,7 @@ def _signal(stated: Sequence[tuple[int, CompletionNumbers]], axes: Any) -> None:
     axes.plot(steps, [n.truncated_fraction for _, n in stated], color=STRONG, label="completions cut off")
     axes.set_ylim(0, 1.02)
     axes.set_ylabel("share")
-    axes.legend(loc="best")
+    legend(axes)
 
 
 def _parts(stated: Sequence[tuple[int, CompletionNumbers]], axes: Any) -> None:
@@ -219,7 +224,7 @@ def _parts(stated: Sequence[tuple[int, CompletionNumbers]], axes: Any) -> None:
         known = [(step, part.mean) for step, n in stated for part in n.reward_parts if part.name == name]
         axes.plot(*zip(*known, strict=True), color=colour, label=name[:30])
     axes.set_ylabel("mean")
-    axes.legend(loc="best")
+    legend(axes)
 
 
 def _time(timed: Sequence[tuple[int, StepTimes]], axes: Any) -> None:
@@ -234,7 +239,7 @@ def _time(timed: Sequence[tuple[int, StepTimes]], axes: Any) -> None:
     )
     axes.set_ylim(0, 1.02)
     axes.set_ylabel("share of the time")
-    axes.legend(loc="lower left")
+    legend(axes)
 
 
 _BARS = "_.-=+*#"

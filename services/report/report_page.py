@@ -23,7 +23,7 @@ from heterorl.common.evaluation.summary import HEADS, evaluation_rows
 from heterorl.common.types.common import StepReport, amount
 from heterorl.common.types.run import changed_steps
 from heterorl.report import figures
-from heterorl.report.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, picture, whole_numbers
+from heterorl.report.figures import HEIGHT, PICTURES, STRONG, WEAK, drawings, legend, picture, whole_numbers
 from heterorl.report.past_run import PastRun, SiteTotals
 
 _TEMPLATES = Environment(
@@ -223,7 +223,7 @@ def _sites(sites: Sequence[SiteTotals], axes: Any) -> None:
     axes.invert_yaxis()
     whole_numbers(axes.xaxis)
     axes.set_xlim(0, 1.25 * max(1, *(site.accepted + site.dropped for site in sites)))
-    axes.legend(loc="center right")
+    legend(axes)
 
 
 def _mean(reports: Sequence[StepReport]) -> str:

@@ -198,7 +198,7 @@ async def test_sampler_that_starts_in_a_complete_run_ends_and_says_how_to_go_on(
     await world.until(lambda: world.is_ended)
     await world.end()
 
-    assert "to go on: raise max_steps, start the learner, then samplers" in caplog.text
+    assert "to go on: raise max_steps, start the learner, and samplers when it holds the lease" in caplog.text
 
 
 async def test_drain_waits_out_an_outage_rather_than_leave_groups_behind(world):

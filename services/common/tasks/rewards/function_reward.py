@@ -46,7 +46,7 @@ class FunctionReward:
         self.num_workers = num_workers
 
     def answer_problem(self, prompt: Prompt) -> AnswerProblem | None:
-        """What a row lacks that the function needs."""
+        """Columns or answer that the function needs and the row lacks."""
         if missing := [name for name in self._needs if name not in prompt.columns]:
             there = ", ".join(map(str, prompt.columns)) or "no columns"
             problem = f"{self._path} asks for {', '.join(missing)}; the row has {there}"[:500]

@@ -141,11 +141,7 @@ def test_processes_and_memory_end_at_their_limits(task):
             marks=pytest.mark.slow,
         ),
         ("import resource\nresource.prlimit(1, resource.RLIMIT_AS, (1 << 20, 1 << 20))", True),
-        (
-            "import os, resource, time\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\n"
-            "os.write(3, b'x')\ntime.sleep(9)",
-            True,
-        ),
+        ("import os, resource\nresource.prlimit(1, resource.RLIMIT_NOFILE, (0, 0))\nos.write(3, b'x')", True),
         pytest.param(
             "import resource\nresource.prlimit(1, resource.RLIMIT_CPU, (1, 1))\nwhile True: pass",
             True,

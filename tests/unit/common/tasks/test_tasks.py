@@ -139,10 +139,12 @@ def test_fewer_held_out_prompts_than_asked_for_are_said(tmp_path, caplog):
 
     with caplog.at_level("INFO"):
         assert build_task(TaskConfig(name=f"jsonl:{path}", evaluation_size=6)).num_evaluation_prompts == 6
-        assert caplog.messages == []
+        (counted,) = caplog.messages
         assert build_task(TaskConfig(name=f"jsonl:{path}", evaluation_size=12)).num_evaluation_prompts == 6
 
-    assert caplog.messages == ["task.evaluation_size is 12, but 6 of 12 different prompts are held out, at most half"]
+    assert counted.startswith("task.name: 6 prompts and 6 held out, digest ")
+    told = "task.evaluation_size is 12, but 6 of 12 different prompts are held out, at most half"
+    assert caplog.messages == [counted, told, counted]
 
 
 @pytest.mark.parametrize(

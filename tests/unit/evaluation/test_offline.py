@@ -74,6 +74,9 @@ class Machine:
         self.most = max(self.most, len(self.in_flight))
 
     def collect(self):
+        if not self.in_flight:
+            # A request may be refused while this is asked.
+            return []
         request, member = self.in_flight.pop()
         if self.lost:
             return [Lost(key=request.key)]

@@ -157,7 +157,7 @@ def model_bytes(model_dir: str) -> int:
         num_bytes = sum(path.stat().st_size for path in Path(model_dir).glob("*.safetensors")) if model_dir else 0
         config = json.loads((Path(model_dir) / "config.json").read_text(encoding="utf-8")) if num_bytes else {}
         is_fp32 = (config.get("dtype") or config.get("torch_dtype")) == "float32"
-    except (OSError, ValueError, AttributeError):
+    except (OSError, ValueError, AttributeError, RecursionError):
         return 0
     return num_bytes // 2 if is_fp32 else num_bytes
 

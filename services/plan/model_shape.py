@@ -85,7 +85,7 @@ def shape_of_directory(model_dir: Path) -> ModelShape:
     try:
         config = json.loads((model_dir / "config.json").read_text(encoding="utf-8"))
         return _shape_of(config, name=model_dir.name)
-    except (OSError, ValueError, KeyError, TypeError, ArithmeticError) as error:
+    except (OSError, ValueError, KeyError, TypeError, ArithmeticError, RecursionError) as error:
         problem = "lacks" if isinstance(error, KeyError | TypeError) else "cannot be read:"
         action = "name a model's directory, or give --params"
         raise ConfigError("--model-dir", f"{model_dir}: config.json {problem} {error}", action=action) from error

@@ -182,7 +182,7 @@ def _from_journal(directory: Path) -> PastRun:
         evaluations = {row["version"]: row for row in journal_rows(directory / EVALUATIONS_FILE)}
         path = directory / RUN_FILE
         config = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except (ValueError, TypeError, KeyError) as error:
+    except (ValueError, TypeError, KeyError, RecursionError) as error:
         raise CorruptStore(f"{directory}: a journal has a bad row: {error}") from error
     return PastRun(
         run_id="",

@@ -204,7 +204,11 @@ class Calls:
     async def _call(
         self, name: str, message: Any = None, /, *, timeout_s: float = CALL_TIMEOUT_S, **fields: Any
     ) -> Any:
-        request = new_message(GetMessageClass(RPCS[name].input_type), **fields) if message is None else message
+        try:
+            request = new_message(GetMessageClass(RPCS[name].input_type), **fields) if message is None else message
+        except ValueError as error:
+            # A number that its field cannot hold.
+            raise InvalidRequest(f"{name}: {error}") from error
 
         async def attempt() -> Any:
             async with self._channel.held() as lane:

@@ -323,6 +323,13 @@ class SourceConfig(Config):
         return from_file(value, info)
 
     @property
+    def uses_match(self) -> bool:
+        """Whether the task's own score is the reward or one of them."""
+        if self.reward or self.environment:
+            return False
+        return not self.rewards or any(each.kind == "match" for each in self.rewards)
+
+    @property
     def needs_answers(self) -> bool:
         """Whether a row needs an answer; functions and services may do without."""
         if self.reward or self.environment:

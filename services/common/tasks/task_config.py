@@ -97,6 +97,12 @@ def build_task(
     """
     if isinstance(config, TaskConfig) and config.sources:
         return _mixture(config, measure=measure, notes=notes)
+    if config.match == "math_verify" and not config.uses_match:
+        raise ConfigError(
+            "task.match",
+            "is not used: a reward or an environment gives the score",
+            action='remove it, or name it in task.rewards, kind "match"',
+        )
     return _completed(_build(config, measure=measure, notes=notes, every_row=every_row), config)
 
 

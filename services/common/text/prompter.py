@@ -320,7 +320,7 @@ def _read(model_dir: str, name: str) -> dict[str, Any]:
         content = json.loads(Path(path).read_text(encoding="utf-8"))
     except OSError:
         return {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(
             "model_dir",
             f"{name} of {model_dir} is not JSON: {error}",

@@ -192,9 +192,10 @@ def test_unknown_family_and_missing_file_are_named(tmp_path):
         shape_of_directory(tmp_path)
     llama = {"model_type": "llama", "num_attention_heads": 0, "vocab_size": 9, "hidden_size": 8}
     llama |= {"intermediate_size": 8, "num_hidden_layers": 1}
-    (tmp_path / "config.json").write_text(json.dumps(llama))
-    with pytest.raises(ConfigError, match="config.json cannot be read"):
-        shape_of_directory(tmp_path)
+    for content in (json.dumps(llama), "[" * 100_000):
+        (tmp_path / "config.json").write_text(content)
+        with pytest.raises(ConfigError, match="config.json cannot be read"):
+            shape_of_directory(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "mamba"}))
     with pytest.raises(ConfigError, match=r"mamba is not supported.*--params"):
         shape_of_directory(tmp_path)

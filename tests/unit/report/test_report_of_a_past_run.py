@@ -231,9 +231,10 @@ async def test_directory_that_is_no_runs_is_refused_by_what_it_lacks(tmp_path):
     (tmp_path / "c" / "steps.jsonl").write_text("")
     with pytest.raises(OperatorError, match="took no step"):
         read_run(tmp_path / "c")
-    (tmp_path / "c" / "steps.jsonl").write_text('{"step": 1}\n')
-    with pytest.raises(CorruptStore, match="journal"):
-        read_run(tmp_path / "c")
+    for row in ('{"step": 1}', "[" * 100_000):
+        (tmp_path / "c" / "steps.jsonl").write_text(f"{row}\n")
+        with pytest.raises(CorruptStore, match="journal"):
+            read_run(tmp_path / "c")
     (tmp_path / "d").mkdir()
     (tmp_path / "d" / "coordinator.sqlite").write_bytes(b"not a database" * 100)
     with pytest.raises(CorruptStore):

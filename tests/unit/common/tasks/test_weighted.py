@@ -120,6 +120,12 @@ def test_one_reward_or_several_are_named_not_both(place):
         build_task(settings(place, MATCH, reward="mine:brief", reward_path=str(place)))
 
 
+def test_a_comparison_that_is_not_used_is_refused(place):
+    with pytest.raises(ConfigError, match="task.match: is not used"):
+        build_task(settings(place, BRIEF, match="math_verify"))
+    assert settings(place, MATCH, BRIEF, match="math_verify").uses_match
+
+
 def test_tables_are_read_from_a_file_whose_directory_their_functions_lie_in(place):
     file = place / "node.toml"
     file.write_text(

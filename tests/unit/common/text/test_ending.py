@@ -57,9 +57,10 @@ def test_ends_that_the_run_states_take_the_place_of_a_file_that_names_none(tmp_p
     assert Prompter(str(model_dir), use_chat_template=False, end_token_ids=(7,)).end_token_ids == (7,)
 
 
-def test_a_file_that_cannot_be_read_is_named(tmp_path):
+@pytest.mark.parametrize("content", ["{", "[" * 100_000])
+def test_a_file_that_cannot_be_read_is_named(tmp_path, content):
     with pytest.raises(ConfigError, match=r"generation_config.json of .* is not JSON"):
-        read(tmp_path, generation_config="{")
+        read(tmp_path, generation_config=content)
 
 
 def contract(prompter, **changes):

@@ -2,12 +2,14 @@
 
 import threading
 
+import numpy as np
 import pytest
 
 from heterorl.common.errors import EngineDied, EngineError, StaleWeights
-from heterorl.common.generation.inference_engine import generate_all
+from heterorl.common.generation.inference_engine import Request, generate_all
 from heterorl.common.types.rollout import Span
 from heterorl.sampler.vllm import shared_model as weights
+from heterorl.sampler.vllm import vllm_engine as vllm_engine_module
 from tests.support.engines import PROMPTS, Truth, disturbed, semantics, vllm_engine, write_model
 
 pytestmark = [pytest.mark.timeout(1500), pytest.mark.slow, pytest.mark.filterwarnings("default")]
@@ -81,6 +83,54 @@ def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
             engine.load(state, 5)
     assert engine.version == -1
     assert list(weights_dir.glob("*.safetensors")) == []
+
+
+def test_prompts_half_read_at_a_swap_are_read_again(tmp_path, monkeypatch):
+    """vLLM reads a prompt in chunks of its token budget; a swap may come between two of them."""
+    monkeypatch.setenv("VLLM_CPU_OMP_THREADS_BIND", "nobind")
+    # vLLM's CPU build cannot read a seeded prompt in chunks.
+    drawing = vllm_engine_module.drawing
+    monkeypatch.setattr(
+        vllm_engine_module,
+        "drawing",
+        lambda *given, **named: {key: value for key, value in drawing(*given, **named).items() if key != "seed"},
+    )
+    model_dir = write_model(tmp_path / "model", family="Llama", max_position_embeddings=4096)
+    chunks = {"enable_chunked_prefill": True, "max_num_batched_tokens": 16}
+    engine = vllm_engine(model_dir, tmp_path / "weights", engine={"batch_rows": 4, "extra": chunks})
+    begun = threading.Event()
+    try:
+        base, truth = engine.base(), Truth(model_dir)
+        engine.load(disturbed(base, seed=1), 1)
+        prompt = np.random.default_rng(0).integers(2, 13, 3800).astype(np.int32)
+        process = engine._alive()
+        answer = process._answer
+
+        async def noted(*given):
+            begun.set()
+            return await answer(*given)
+
+        process._answer = noted
+        engine.submit(Request(key=7, prompt=prompt, seed=1, num_completions=1))
+        assert begun.wait(60)
+        state = disturbed(base, seed=2)
+        engine.load(state, 2)
+        (one,) = engine.collect()
+
+        assert [span.version for span in one.completion.spans] == [2]
+        assert np.abs(one.completion.logprobs - truth.logprobs(state, prompt, one.completion, SAMPLING)).max() < 1e-4
+    finally:
+        engine.close()
+
+
+def test_prompts_beyond_a_token_budget_are_read_on_a_cpu(made):
+    engine, base, truth = made
+    state = disturbed(base, seed=5)
+    engine.load(state, 5)
+    budget = engine._alive()._engine.vllm_config.scheduler_config.max_num_batched_tokens
+    prompts = [np.random.default_rng(seed).integers(2, 13, 120).astype(np.int32) for seed in range(budget // 120 + 2)]
+
+    assert len(generate_all(engine, prompts, seeds=range(len(prompts)), num_per_prompt=1)) == len(prompts)
 
 
 def test_swap_in_flight_that_goes_wrong_drops_the_batch_at_once(made, monkeypatch):

@@ -42,3 +42,11 @@ MARKED = (
 """Marks of the assistant's tokens, JSON and a loop that ends early."""
 THINKING = QWEN.replace("'<|im_start|>assistant\\n' }}", "'<|im_start|>assistant\\n<think>\\n' }}")
 """The answer begins inside its thoughts."""
+SWITCHED = (
+    "{%- set switch = namespace(off=false) %}{%- for message in messages %}{%- if message['role'] != 'assistant' and"
+    " '/no_think' in message['content'] %}{%- set switch.off = true %}{%- endif %}{%- endfor %}"
+) + QWEN.replace(
+    "'<|im_start|>assistant\\n' }}",
+    "'<|im_start|>assistant\\n' ~ ('<think></think>' if switch.off else '<think>\\n') }}",
+)
+"""The same, unless a message of the system or the user switches it off, as in Nemotron-Nano-v2."""

@@ -206,6 +206,17 @@ class GivenTokens:
             raise PromptRefused("use_chat_template", _refusal(messages, error)) from error
         return ids if is_cut else ids[1:]
 
+    def check_behind(self, asked: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Raise PromptRefused where the ids of `ids` are wrong behind a prompt."""
+        probe = [Message(role="user", content=_PROBES[0])]
+        try:
+            is_same = self._write([*asked, _answer(), *probe], tools=tools).endswith(_DRAWN + self._behind(probe))
+        except TEMPLATE_ERRORS as error:
+            raise PromptRefused("use_chat_template", _refusal(probe, error)) from error
+        if not is_same:
+            problem = "the model's template writes a user's message otherwise behind this prompt than behind another one"
+            raise PromptRefused("use_chat_template", problem, action="remove switches such as /no_think from the prompt")
+
     def problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Why messages of a role cannot be given; empty where they can."""
         if role not in GIVEN_ROLES:

@@ -54,7 +54,10 @@ class Conversation:
     end_token_ids: Collection[int]
 
     def encode(self, prompt: Prompt) -> Int32Array:
-        return self.prompter.encode_prompt(prompt, tools=self.spec.tools)
+        """Ids of the prompt; raises PromptRefused."""
+        ids = self.prompter.encode_prompt(prompt, tools=self.spec.tools)
+        self.prompter.check_turns(prompt, tools=self.spec.tools)
+        return ids
 
     def step(self, episode: Episode, turn: Int32Array) -> Int32Array | None:
         """Step the environment; ids up to the next turn, None if done.

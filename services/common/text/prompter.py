@@ -194,6 +194,10 @@ class Prompter:
         """
         return np.array(self._between().ids(messages, is_cut=is_cut), np.int32)
 
+    def check_turns(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
+        """Raise PromptRefused where a prompt changes the tokens between turns, as `/no_think` may."""
+        self._between().check_behind(_messages_of(prompt), tools=tools)
+
     def given_problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Why messages of a role cannot stand between turns; empty otherwise."""
         return self._between().problem(role, tools=tools)
@@ -241,7 +245,7 @@ class Prompter:
                 problem = "prompts are messages (task.data.messages, task.system_prompt), and no template writes them"
                 raise PromptRefused("use_chat_template", problem, action=_SWITCH)
             return prompt.text
-        messages = prompt.messages or (Message(role="user", content=prompt.text),)
+        messages = _messages_of(prompt)
         try:
             return self._template.write(list(map(as_variables, messages)), begins_answer=True, tools=tools)
         except TEMPLATE_ERRORS as error:
@@ -260,9 +264,10 @@ class Prompter:
         """Text of a completion, or of a later turn, to be scored.
 
         `<think>` and `</think>` mark thoughts, also where the model has other marks. Template or prompt may open
-        thoughts. If they do not end, the text begins with `<think>`, and all of it is thoughts.
+        thoughts; without a prompt they are as behind a bare one. If they do not end, the text begins with `<think>`,
+        and all of it is thoughts.
         """
-        is_open = self._opens_thoughts if self._template or prompt is None else self._is_open(prompt)
+        is_open = self._opens_thoughts if prompt is None else self._is_open(prompt)
         return self._thoughts.text(token_ids, is_open=is_open)
 
     def tokens(self, completion: str) -> Int32Array:
@@ -276,6 +281,10 @@ class Prompter:
             token_ids.tolist(), skip_special_tokens=not keeps_special, clean_up_tokenization_spaces=False
         )
         return text
+
+
+def _messages_of(prompt: Prompt) -> tuple[Message, ...]:
+    return prompt.messages or (Message(role="user", content=prompt.text),)
 
 
 def _opening_of(tokenizer: Any) -> list[int]:

@@ -69,9 +69,11 @@ class VllmProcess:
         vllm = import_vllm()
         from vllm.platforms import current_platform
 
-        # Recorded graphs pay off only on a GPU.
-        arguments = {"enforce_eager": current_platform.is_cpu(), **arguments}
-        if arguments["enforce_eager"]:
+        if current_platform.is_cpu():
+            # Recorded graphs pay off only on a GPU. A seeded prompt read in chunks would end the process: vLLM then
+            # rewinds the generator, and a CPU's cannot be.
+            arguments = {"enforce_eager": True, "enable_chunked_prefill": False, **arguments}
+        if arguments.get("enforce_eager"):
             # Without this vLLM's sampler would run a C++ compiler at its first token.
             os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
         self._sampling_params = vllm.SamplingParams
@@ -191,8 +193,8 @@ class VllmProcess:
             await self._open.wait()
             label = self._label
             result = await self._answer(ids, parameters)
-            # Submitted before a swap and begun after it, it may have used the old weights' prefix.
-            if not result.num_cached_tokens or result.outputs[0].weight_versions[0].version == label:
+            # Submitted before a swap, with its first token after it: the old weights may have read some of its prompt.
+            if result.outputs[0].weight_versions[0].version == label:
                 return result
 
     async def _answer(self, ids: Sequence[int], parameters: Any) -> Any:

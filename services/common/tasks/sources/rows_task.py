@@ -121,7 +121,9 @@ def _chosen(key: str, rows: Rows, config: SourceConfig, measure: Measure | None)
     numbers, texts, questions = array("q"), bytearray(), bytearray()
     for prompt in prompts:
         numbers.append(prompt.index)
-        every = BETWEEN.join(f"{each.role}\x1f{each.content}" for each in prompt.messages) or prompt.text
+        # A text is the same prompt as one message of the user.
+        turns = () if [each.role for each in prompt.messages] == ["user"] else prompt.messages
+        every = BETWEEN.join(f"{each.role}\x1f{each.content}" for each in turns) or prompt.text
         for hashes, text in ((texts, every), (questions, question_of(prompt))):
             hashes += hashlib.blake2b(text.encode()).digest()[:8]
     if not numbers:

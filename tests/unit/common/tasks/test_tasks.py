@@ -239,6 +239,10 @@ def test_jsonl_takes_held_out_prompts_from_their_own_file(tmp_path):
     ("rows", "message"),
     [
         ([{"prompt": "b", "answer": 2}], "task.evaluation_path.*1 prompts.*held_out.jsonl"),
+        (
+            [{"messages": [{"role": "user", "content": "b"}], "answer": 2}],
+            "task.evaluation_path.*1 prompts.*held_out.jsonl",
+        ),
         ([], "task.evaluation_path.*no prompts"),
         ([b"{"], "task.evaluation_path.*held_out.jsonl, line 1"),
     ],

@@ -11,11 +11,11 @@ from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.model.model_directory import copy_tokenizer
 from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.tasks.task import Message, Prompt
-from heterorl.common.text.conversation import try_prompts, try_turns
+from heterorl.common.text.conversation import Conversation, try_prompts, try_turns
 from heterorl.common.text.prompter import Prompter
 from tests.support.conversations import CHATML, FAMILIES, GEMMA, LLAMA3, QWEN3, TOOLS, prompter_of, words_of
 from tests.support.examples import examples
-from tests.support.templates import THINKING
+from tests.support.templates import SWITCHED, THINKING
 from tests.support.tokenizers import sentencepiece, words
 
 NUM_CONVERSATIONS = examples(60)
@@ -267,6 +267,19 @@ def test_a_tokenizer_that_joins_across_the_end_token_is_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="use_chat_template: the tokenizer joins tokens across '<|im_end|>'"):
         try_turns(prompter)
+
+
+def test_a_prompt_that_changes_the_tokens_between_turns_is_refused(tmp_path):
+    prompter = prompter_of(tmp_path, SWITCHED, words_of(eos="<|im_end|>"))
+    plain, switched = (Prompt(index=0, text=text, answer="") for text in ("asked", "asked /no_think"))
+    conversation = Conversation(
+        prompter=prompter, spec=SimpleNamespace(tools=()), parser=None, end_token_ids=prompter.end_token_ids
+    )
+
+    assert prompter.given_problem("user") == ""
+    assert conversation.encode(plain).size
+    with pytest.raises(PromptRefused, match="otherwise behind this prompt"):
+        conversation.encode(switched)
 
 
 def test_without_a_template_there_are_no_turns(tmp_path):

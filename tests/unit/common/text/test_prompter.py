@@ -11,7 +11,7 @@ from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.prompter import Prompter, chat_template_digest
 from tests.support.conversations import prompter_of, words_of
-from tests.support.templates import QWEN, THINKING
+from tests.support.templates import QWEN, SWITCHED, THINKING
 from tests.support.tokenizers import words
 
 TEMPLATE = (
@@ -124,6 +124,18 @@ def test_thoughts_that_the_prompt_opened_are_no_answer_when_they_are_cut(tmp_pat
     assert answer("perhaps \\boxed{2}") == ("" if is_open else "perhaps \\boxed{2}")
     assert answer("perhaps 3</think>2") == answer("perhaps 3</think>2", None) == "2"
     assert (answer("perhaps", None) == "") is is_open
+
+
+def test_a_switch_in_the_prompt_closes_its_thoughts(tmp_path):
+    prompter = prompter_of(tmp_path, SWITCHED, words_of(eos="<|im_end|>"))
+    asked = Message(role="user", content="1+1=")
+    plain, switched = (
+        Prompt(index=0, text="1+1=", answer="2", messages=(Message(role="system", content=told), asked))
+        for told in ("brief", "/no_think")
+    )
+
+    assert answer_of(prompter.completion(prompter.tokens("2"), switched)) == "2"
+    assert answer_of(prompter.completion(prompter.tokens("2"), plain)) == ""
 
 
 def test_thoughts_in_special_tokens_are_thoughts(tmp_path):

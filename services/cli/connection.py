@@ -75,7 +75,7 @@ class Link:
             raise ConfigError("ADDRESS", "is not set", action=action)
         check_address("ADDRESS", address, is_list=True)
         if credentials is None and not self.insecure:
-            action = "give an operator's directory, which `heterorl join` makes; --insecure if the run has no certificates"
+            action = "give a directory that `heterorl join` made, or --insecure if the run has no certificates"
             raise ConfigError("--credentials", "is not set, and the link needs certificates", action=action)
         files = {} if credentials is None else files_in(credentials)
         return address, TlsConfig(**files, insecure=self.insecure)

@@ -212,7 +212,8 @@ def _adapted(model_dir: str | Path, source: Path | VersionSource, lora: LoraSett
     def read(name: str) -> torch.Tensor:
         tensor = state[name].detach()
         if tensor.is_meta:
-            tensor = opened.flat(name).view(tensor.shape)
+            # As in training.
+            tensor = opened.flat(name).to(torch.bfloat16).view(tensor.shape)
         return adapted[name].merged_weight(tensor) if name in adapted else tensor
 
     return model, arena.layout, read

@@ -124,7 +124,7 @@ def test_prompts_half_read_at_a_swap_are_read_again(tmp_path, monkeypatch):
 
 
 def test_prompts_beyond_a_token_budget_are_read_on_a_cpu(made):
-    engine, base, truth = made
+    engine, base, _ = made
     state = disturbed(base, seed=5)
     engine.load(state, 5)
     budget = engine._alive()._engine.vllm_config.scheduler_config.max_num_batched_tokens

@@ -214,8 +214,8 @@ class GivenTokens:
         except TEMPLATE_ERRORS as error:
             raise PromptRefused("use_chat_template", _refusal(probe, error)) from error
         if not is_same:
-            problem = "the model's template writes a user's message otherwise behind this prompt than behind another one"
-            raise PromptRefused("use_chat_template", problem, action="remove switches such as /no_think from the prompt")
+            problem = "the model's template writes a user's message otherwise behind this prompt than behind others"
+            raise PromptRefused("use_chat_template", problem, action="remove switches such as /no_think from it")
 
     def problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Why messages of a role cannot be given; empty where they can."""

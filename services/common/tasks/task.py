@@ -194,12 +194,12 @@ class FailureStreak:
     def passed(self) -> None:
         self.length, self.problem = 0, ""
 
-    def failed(self, error: Exception) -> None:
+    def failed(self, error: Exception, *, cure: str = "") -> None:
         """Count a group; log at the 8th, 16th, 32nd ... in a row."""
         self.length += 1
         if self.length >= LOUD_AFTER:
-            words = f"NO {self.missing} for {self.length} groups in a row, nothing can be trained on"
-            self.problem = f"{words}: {error} ({self.cure})"
+            words = f"NO {self.missing} for {self.length} groups in a row, none of them can be trained on"
+            self.problem = f"{words}: {error} ({cure or self.cure})"
             if self.length & (self.length - 1) == 0:
                 _LOG.error("%s", self.problem)
 

@@ -13,7 +13,7 @@ import numpy as np
 from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.model.contract import ContractConfig
 from heterorl.common.model.model_directory import check_model_dir, first_line
-from heterorl.common.tasks.task import Message, Prompt
+from heterorl.common.tasks.task import Message, Prompt, messages_of
 from heterorl.common.text.chat_template import (
     CLOCK,
     DATE,
@@ -196,7 +196,7 @@ class Prompter:
 
     def check_turns(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
         """Raise PromptRefused where a prompt changes the tokens between turns, as `/no_think` may."""
-        self._between().check_behind(_messages_of(prompt), tools=tools)
+        self._between().check_behind(messages_of(prompt), tools=tools)
 
     def given_problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Why messages of a role cannot stand between turns; empty otherwise."""
@@ -245,7 +245,7 @@ class Prompter:
                 problem = "prompts are messages (task.data.messages, task.system_prompt), and no template writes them"
                 raise PromptRefused("use_chat_template", problem, action=_SWITCH)
             return prompt.text
-        messages = _messages_of(prompt)
+        messages = messages_of(prompt)
         try:
             return self._template.write(list(map(as_variables, messages)), begins_answer=True, tools=tools)
         except TEMPLATE_ERRORS as error:
@@ -281,10 +281,6 @@ class Prompter:
             token_ids.tolist(), skip_special_tokens=not keeps_special, clean_up_tokenization_spaces=False
         )
         return text
-
-
-def _messages_of(prompt: Prompt) -> tuple[Message, ...]:
-    return prompt.messages or (Message(role="user", content=prompt.text),)
 
 
 def _opening_of(tokenizer: Any) -> list[int]:

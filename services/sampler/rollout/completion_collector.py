@@ -20,6 +20,7 @@ from heterorl.common.generation.inference_engine import Completion, Finished, Lo
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, ends_within, ring_or_time
+from heterorl.common.tasks.environments.environment_task import cure_of
 from heterorl.common.types.rollout import FinishReason, ReturnReason, RewardPart
 from heterorl.sampler.outbox.delivery import OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
@@ -246,7 +247,7 @@ class CompletionCollector:
             return
         draft.ended_at = self.clock.monotonic()
         self._note_ended(draft, came.member, came.completion)
-        self._note_score(draft, came.member, came.parts)
+        self._note_score(draft, came.member, came.parts, came.error)
 
     async def _score(self, draft: GroupDraft, members: Sequence[int]) -> None:
         try:
@@ -269,9 +270,14 @@ class CompletionCollector:
         """Store a member's reward or loss, then judge whether its group ends."""
         if draft.num_lost > self.builder.group_size - (self.builder.min_members or self.builder.group_size):
             if self.drafts.give_up(draft.key) is not None:
-                lost = draft.completions[member].finish_reason
-                error = error or EpisodeError(f"its members are lost, the last one by {lost.value}")
-                self._scorer.failures.failed(error)
+                lost, cure = draft.completions[member].finish_reason, ""
+                if draft.conversation is not None:
+                    cure = cure_of(error) if error else "see the errors of the engine above"
+                    error = EpisodeError(
+                        f"its members are lost, the last one by {lost.value}{f': {error}' if error else ''}"
+                    )
+                assert error is not None, "a completion of one turn is lost by an error"
+                self._scorer.failures.failed(error, cure=cure)
                 _LOG.warning(
                     "assignment %d, prompt %d (%.60r), gives no group and is returned: %s",
                     draft.assignment.id, draft.prompt.index, draft.prompt.shown, error,

@@ -23,6 +23,7 @@ from heterorl.common.generation.inference_engine import Completion
 from heterorl.common.model.logprobs import turn_seed
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
+from heterorl.common.tasks.environments.environment_task import cure_of
 from heterorl.common.tasks.environments.episodes import Episode
 from heterorl.common.text.conversation import Conversation
 from heterorl.common.types.common import Int32Array
@@ -49,12 +50,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class End:
-    """A member that ended: its trajectory and reward parts, none if lost."""
+    """A member that ended: its trajectory and reward parts, none if lost to an error."""
 
     draft: GroupDraft
     member: int
     completion: Completion
     parts: tuple[RewardPart, ...] = ()
+    error: Exception | None = None
 
 
 class _Member:
@@ -255,10 +257,11 @@ class EpisodeRunner:
         self._num_lost += 1
         if self._num_lost <= MAX_LINES:
             _LOG.warning(
-                "prompt %d lost member %d (%s), the others go on: %s", draft.prompt.index, number, reason.value, error
-            )
+                "prompt %d lost member %d (%s): %s (%s)",
+                draft.prompt.index, number, reason.value, error, cure_of(error),
+            )  # fmt: skip
         member = self._members.get((draft.key, number)) or _Member(draft)
-        return self._ended(draft, number, member, reason)
+        return dataclasses.replace(self._ended(draft, number, member, reason), error=error)
 
     def _ended(
         self, draft: GroupDraft, number: int, member: _Member, reason: FinishReason, parts: tuple[RewardPart, ...] = ()

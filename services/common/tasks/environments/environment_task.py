@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,6 +25,7 @@ from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
 
+_LOG = logging.getLogger(__name__)
 _KEY = "task.environment"
 _REMEMBERED = 4096
 """Prompts whose first messages are cached."""
@@ -97,14 +99,18 @@ def environment_of(task: object, prompt: Prompt) -> EnvironmentSpec | None:
 
 def environment_problem(where: str, error: Exception) -> ConfigError:
     """The error that ended an episode, for the environment's author."""
-    action = "correct the environment"
-    if "MemoryError" in str(error):
-        action += "; raise task.environment_memory_bytes if it only needs more"
-    elif isinstance(error, ToolLost):
-        action += "; raise task.step_timeout_s if it only needs longer"
     if is_outage(error):
         return ServiceUnreachable(_KEY, f"{where}: {error}", action=START_IT)
-    return ConfigError(_KEY, f"{where}: {error}", action=action)
+    return ConfigError(_KEY, f"{where}: {error}", action=cure_of(error))
+
+
+def cure_of(error: Exception) -> str:
+    """What the environment's author does about an error that ended an episode."""
+    if "MemoryError" in str(error):
+        return "correct task.environment; raise task.environment_memory_bytes if it only needs more"
+    if isinstance(error, ToolLost) and "no answer in" in str(error):
+        return "correct task.environment; raise task.step_timeout_s if it only needs longer"
+    return "correct task.environment"
 
 
 def environments_of(task: object) -> tuple[Episodes, ...]:
@@ -152,6 +158,10 @@ class EnvironmentTask(TaskWrapper):
         stated = [episodes.name, episodes.files_digest, episodes.tools, dataclasses.asdict(limits), seed, system_prompt]
         words = f"{task.digest}\nenvironment 4\n{episodes.max_observation_chars}\n{json.dumps(stated, sort_keys=True)}"
         self.digest = bytes_digest(words.encode())
+        _LOG.info(
+            "task.environment: max_turns %d, trajectory_s %g, max_observation_chars %d, seed %d",
+            limits.max_turns, limits.trajectory_s, episodes.max_observation_chars, seed,
+        )  # fmt: skip
         if problem := self._lacks(_row(task.prompt(0))):
             raise ConfigError(_KEY, problem[:500], action="name a parameter as a column, or give it a default")
 
@@ -195,7 +205,7 @@ class EnvironmentTask(TaskWrapper):
             try:
                 first = self._first(prompt.index, is_held_out)
             except EpisodeError as error:
-                refusal = f"no episode of prompt {prompt.index} begins: {error}"
+                refusal = f"no episode of prompt {prompt.index} begins: {error} ({cure_of(error)})"
         text, messages, said = prompt.text, prompt.messages, first
         if first is not None:
             text = first[-1].content

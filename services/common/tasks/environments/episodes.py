@@ -115,8 +115,8 @@ class Episodes:
         self._changed = threading.Condition()
         self._is_closed = False
         self._numbers = itertools.count()
-        if "num_files" in facts:
-            _LOG.info("environment %s has loaded %d files of %s", name, facts["num_files"], facts["place"])
+        files = f"{facts['num_files']} files of {facts['place']}, " if "num_files" in facts else ""
+        _LOG.info("environment %s: %sdigest %.12s", name, files, self.files_digest)
 
     @property
     def max_live(self) -> int:

@@ -34,8 +34,10 @@ from heterorl.common.types.common import peer_words
 
 CALLED = Path(__file__).parent / "call_function.py"
 MAX_TAIL_BYTES = 65_536
-"""Kept end of the output; the log gets all of it."""
+"""Kept end of the output; the worker prints all of it."""
 _PIECE = 65_536
+_OF_FUNCTION, _PLACE = "HETERORL", "HETERORL_REWARD"
+"""Prefix of a function's variables, and the variable with the file of the reward."""
 _PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER = 1, 36
 _LIBC = ctypes.CDLL(None)
 _LAST = 50
@@ -73,7 +75,7 @@ def load(name: str, directory: str) -> tuple[Callable[[], ProgramEnvironment], d
     first = digest()
     facts = {"is_deterministic": is_deterministic, "digest": first, "learns_tools": True}
     # A function gets both as arguments, and keeps the variables of its own clients.
-    prefix = "HETERORL" if is_file else "OPENAI"
+    prefix = _OF_FUNCTION if is_file else "OPENAI"
 
     def make() -> ProgramEnvironment:
         # Each episode reads the files again.
@@ -121,7 +123,7 @@ def _named_files(command: Sequence[str], directory: str) -> str:
 
 
 class _Tail:
-    """Thread that copies a pipe to the log and keeps its end."""
+    """Thread that prints what a pipe has and keeps its end."""
 
     def __init__(self, pipe: IO[bytes]) -> None:
         self._pipe, self._kept = pipe, b""
@@ -172,8 +174,13 @@ class ProgramEnvironment(EndpointEpisode):
         try:
             return _reward(text, has_truths=bool(stated))
         except ValueError as error:
-            place = "HETERORL_REWARD" if stated else "its last line"
-            raise ValueError(f"the program wrote {text[:80]!r} to {place}, and no reward: {error}") from None
+            if not text:
+                raise ValueError("the program wrote no reward, and printed nothing") from None
+            is_function = stated and self._prefix == _OF_FUNCTION
+            place = (
+                "is what the function returned" if is_function else f"is in {_PLACE}" if stated else "is its last line"
+            )
+            raise ValueError(f"{text[:80]!r} {place}, and no reward: {error}") from None
 
     def close(self) -> None:
         kill_started(os.getpid())
@@ -205,7 +212,7 @@ class ProgramEnvironment(EndpointEpisode):
             remedy = f": install {missing[1]} into the environment of heterorl" if missing else ""
             if any(map(_FULL.search, lines)):
                 remedy = ": raise task.environment_memory_bytes"
-            raise RuntimeError(f"the program failed: {words}; {last}{remedy}")
+            raise RuntimeError(f"the program failed: {words}{last and f'; {last}'}{remedy}")
         return None
 
     def _start(self, row: Mapping[str, Any], seed: int) -> None:
@@ -244,7 +251,7 @@ class ProgramEnvironment(EndpointEpisode):
         here = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
         own = {
             f"{self._prefix}_BASE_URL": self._endpoint.base_url, f"{self._prefix}_API_KEY": self._endpoint.api_key,
-            "HETERORL_SEED": str(seed), "HETERORL_REWARD": f"/proc/{os.getpid()}/fd/{self._reward}",
+            "HETERORL_SEED": str(seed), _PLACE: f"/proc/{os.getpid()}/fd/{self._reward}",
         }  # fmt: skip
         return {**os.environ, **own, "NO_PROXY": here, "no_proxy": here}
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import select
 import signal
@@ -19,21 +20,24 @@ import threading
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from heterorl.common.errors import RewardError
 from heterorl.common.process.threads import how_it_ended
 from heterorl.common.types.common import peer_words
 
+_LOG = logging.getLogger(__name__)
 SCRIPT = Path(__file__).parent / "worker_main.py"
 START_TIMEOUT_S = 300.0
 """For imports; no answer counts it. verifiers takes 11 s of a core, and a busy machine ten times as long."""
 PATIENCE = 4.0
 """Seconds by the clock for each second of processor time."""
 MAX_REPLY_BYTES = 1 << 20
+MAX_PRINTED = 8192
+"""Bytes that a worker may print into the log from one request to the next."""
 MAX_WORDS = 600
 """Longest error with its line, characters."""
 CHANGED = "its files changed since the start: put them back, or restart this process"
@@ -94,6 +98,7 @@ class WorkerProcess:
                 [sys.executable, "-P", str(SCRIPT)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
                 # Equal order of sets in all workers.
@@ -102,6 +107,8 @@ class WorkerProcess:
         except OSError as error:
             raise RewardError(f"the system starts no process that computes rewards: {error}") from error
         self._end = weakref.finalize(self, _kill, self.process)
+        assert self.process.stderr is not None
+        self._printed = _Printed(self.process.stderr, str(self._job.get("name") or self._job["kind"]))
         for pipe in (self.process.stdin, self.process.stdout):
             assert pipe is not None
             os.set_blocking(pipe.fileno(), False)
@@ -167,10 +174,39 @@ class WorkerProcess:
 
     def _exchange(self, message: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
         assert self.process is not None
+        self._printed.left = MAX_PRINTED
         reply = json.loads(converse(self.process, json.dumps(message).encode() + b"\n", timeout_s))
         if not isinstance(reply, dict):
             raise ValueError("the answer is not an object")
         return reply
+
+
+class _Printed:
+    """Thread that logs what a worker prints, up to `left` bytes."""
+
+    def __init__(self, pipe: IO[bytes], name: str) -> None:
+        self._pipe, self._name, self.left = pipe, name, MAX_PRINTED
+        threading.Thread(target=self._follow, daemon=True).start()
+
+    def _follow(self) -> None:
+        begun = b""
+        with self._pipe:
+            while piece := os.read(self._pipe.fileno(), 1 << 16):
+                kept, was_left = piece[: self.left], self.left
+                self.left -= len(kept)
+                *lines, begun = (begun + kept).split(b"\n")
+                if len(kept) < len(piece) and was_left:
+                    lines, begun = [*lines, begun, b"... more is left out"], b""
+                self._say(lines)
+        self._say([begun])
+
+    def _say(self, lines: Sequence[bytes]) -> None:
+        # A command that configures no log, as `heterorl env try`, shows warnings.
+        level = logging.INFO if _LOG.hasHandlers() else logging.WARNING
+        for line in lines:
+            if line.strip():
+                words = peer_words(line.decode(errors="replace"), most=MAX_PRINTED)
+                _LOG.log(level, "%s prints: %s", self._name, words)
 
 
 class WorkerPool:

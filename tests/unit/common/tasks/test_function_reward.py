@@ -13,7 +13,7 @@ import pytest
 
 from heterorl.common.errors import AnswerUnreadable, ConfigError, RewardError
 from heterorl.common.process.config_file import load
-from heterorl.common.tasks.rewards.worker_pool import PATIENCE, SCRIPT, is_outage
+from heterorl.common.tasks.rewards.worker_pool import MAX_PRINTED, PATIENCE, SCRIPT, is_outage
 from heterorl.common.tasks.task import check_answer, close_task, score_group
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import try_answers, try_reward
@@ -80,6 +80,23 @@ def test_reward_gives_named_parts_whatever_it_prints_and_reads(place):
     assert task.digest != build_task(TaskConfig(digits=1)).digest
     assert task.evaluation_prompt(0).text
     assert "mytask" not in sys.modules
+
+
+def test_what_a_reward_prints_is_logged_under_its_name_up_to_a_bound(place, caplog):
+    write(
+        place,
+        "mytask/rewards.py",
+        "def score(prompt, completion, answer):\n    print(completion)\n    print('y' * 50_000, flush=True)\n    return 1",
+    )
+    task = task_in(place)
+    with caplog.at_level("INFO"):
+        for said in range(2):
+            task.score(task.prompt(0), str(said))
+            # A thread reads it.
+            while f"score prints: {said}\n" not in caplog.text or caplog.text.count("more is left out") <= said:
+                os.sched_yield()
+
+    assert len(caplog.text) < 4 * MAX_PRINTED
 
 
 @pytest.mark.parametrize("completion", ["nan", "none", "text", "empty", "list", "no such key"])

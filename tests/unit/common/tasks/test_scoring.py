@@ -59,7 +59,7 @@ def test_a_row_of_failures_is_loud_at_the_eighth_and_ever_more_rarely(caplog):
 
     assert [int(record.getMessage().split()[3]) for record in caplog.records] == [8, 16, 32]
     assert row.problem.startswith("NO REWARD for 40 groups in a row")
-    assert "NO REWARD for 8 groups in a row, nothing can be trained on: no answer in 5 s" in caplog.text
+    assert "NO REWARD for 8 groups in a row, none of them can be trained on: no answer in 5 s" in caplog.text
     assert "task.reward_timeout_s" in caplog.text
     row.passed()
     assert not row.problem

@@ -116,7 +116,7 @@ async def test_failure_is_the_end_of_one_member(play, monkeypatch, failure, erro
     await world.until(lambda: games.closed >= SIZE)
 
 
-async def test_group_with_too_few_members_left_goes_back(play):
+async def test_group_with_too_few_members_left_goes_back(play, caplog):
     games = Games(length=2)
     games.failures = {("step", number, 1): EnvironmentFailed("it raised") for number in range(SIZE // 2 + 1)}
     world = await play(games)
@@ -129,6 +129,7 @@ async def test_group_with_too_few_members_left_goes_back(play):
     await world.until(lambda: bool(returned))
 
     assert returned[0][1].value == "environment_failed"
+    assert "its members are lost, the last one by environment_failed: it raised" in caplog.text
     await world.until_acknowledged(1)
 
 

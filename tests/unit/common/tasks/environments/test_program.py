@@ -237,7 +237,10 @@ def test_tools_of_the_first_request_are_shown_and_results_have_names(opened):
         episodes.open({"tool": "subtract"}, seed=1)
 
 
-@pytest.mark.parametrize(("do", "words"), [("text", "no reward"), ("none", "no reward"), ("nan", "not finite")])
+@pytest.mark.parametrize(
+    ("do", "words"),
+    [("text", "is what the function returned, and no reward"), ("none", "no reward"), ("nan", "not finite")],
+)
 def test_what_is_no_reward_is_an_error(opened, do, words):
     with opened("agent.py:odd").open({"do": do, "first": "x"}, seed=1) as episode:
         assert episode.step(Action("y")).done
@@ -268,7 +271,7 @@ def test_a_reward_in_the_named_file_is_no_text_of_the_policy(opened, monkeypatch
         {}, seed=1
     ) as episode:
         assert episode.step(Action("true")).done
-        with pytest.raises(EnvironmentFailed, match="wrote 'true' to its last line, and no reward"):
+        with pytest.raises(EnvironmentFailed, match="'true' is its last line, and no reward"):
             episode.score()
     with opened("./agent.py:parts").open({}, seed=1) as episode:
         assert episode.step(Action("x")).done

@@ -126,6 +126,7 @@ def _draw(config: Any, task: Task, asked: Prompt, prompter: Prompter, screen: Sc
         model_dir=config.model_dir, published_dtype=config.backend.published_dtype,
         compute_dtype=config.backend.compute_dtype, device=config.backend.device,
         sampling=config.sampling.semantics(), batch_rows=1, end_token_ids=prompter.end_token_ids,
+        device_key="backend.device",
     )  # fmt: skip
     screen.begin(asked, conversation.spec, num_tokens=ids.size)
     player = ModelPlayer(engine, conversation, ids, room=room, config=config)

@@ -44,14 +44,17 @@ class Check:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Failure:
-    """Why a measurement failed: a kind for judgements, the system's message."""
+    """Why a measurement failed: kind for judgements, the system's message, its remedy."""
 
     kind: str
     detail: str = ""
+    action: str = ""
 
 
 TIMEOUT = "timeout"
 """Kind of a measurement that exceeded its time limit."""
+UNSTATED = "unstated"
+"""Kind of a contract that cannot be measured before the run's statement."""
 
 
 def _at(level: Level, name: str, finding: str, remedy: str = "") -> Check:

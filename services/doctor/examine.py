@@ -23,10 +23,9 @@ from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.maintenance import Diagnosis, DiagnosisClient
 from heterorl.common.rpc.transport_options import proxy_variable
 from heterorl.common.types.common import Contract
-from heterorl.common.wire.statement import statement_from_bytes
 from heterorl.doctor import link_checks as link
 from heterorl.doctor import machine_checks as machine
-from heterorl.doctor.check import Check, Failure, skip
+from heterorl.doctor.check import UNSTATED, Check, Failure, skip
 from heterorl.doctor.link_checks import in_daemon_thread
 
 MESSAGE_BYTES = 16 << 20
@@ -96,15 +95,15 @@ async def examine(target: DoctorTarget, *, wall_time: Callable[[], float] = time
 
 
 async def _measure_joined(target: DoctorTarget, diagnosis: Diagnosis | None) -> Contract | Failure:
-    from heterorl.sampler.adoption import adopt
+    from heterorl.sampler.adoption import adopt, statement_of
 
-    if diagnosis is None or not diagnosis.statement:
-        detail = "the learner has not stated the keys that this file leaves out; start it, then run the doctor again"
-        return Failure(kind="model", detail=detail)
     try:
-        config = adopt(target.model_config, statement_from_bytes(diagnosis.statement)).config
+        statement = None if diagnosis is None else statement_of(diagnosis)
+        if statement is None:
+            return Failure(kind=UNSTATED)
+        config = adopt(target.model_config, statement).config
     except (ConfigError, InvalidRequest) as error:
-        return Failure(kind="model", detail=str(error))
+        return machine.failure_of(error)
     measure = lambda: machine.measure_contract(config, published_dtype=target.published_dtype)  # noqa: E731
     return await in_daemon_thread(measure, timeout_s=MODEL_S)
 

@@ -30,7 +30,7 @@ from heterorl.common.identity.spiffe import Role
 from heterorl.common.rpc.maintenance import Diagnosis
 from heterorl.common.types.common import NO_LORA, Contract, Digest, amount
 from heterorl.coordinator.versions.lineage import contract_difference
-from heterorl.doctor.check import Check, Failure, fail, ok, skip, warn
+from heterorl.doctor.check import TIMEOUT, UNSTATED, Check, Failure, fail, ok, skip, warn
 
 NUM_SYNCS = 16
 _BLOCK = bytes(4096)
@@ -194,7 +194,13 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure
             routed_token_bytes=routed_token_bytes,
         )
     except (HeterorlError, OSError, ValueError, ImportError) as error:
-        return Failure(kind="model", detail=str(error).splitlines()[0])
+        return failure_of(error)
+
+
+def failure_of(error: Exception) -> Failure:
+    """Why no contract could be measured, with the error's own remedy."""
+    detail = Exception.__str__(error) if isinstance(error, HeterorlError) else str(error)
+    return Failure(kind="model", detail=detail.splitlines()[0], action=getattr(error, "action", ""))
 
 
 def same_base(stated: Contract, own: Contract) -> Contract:
@@ -338,13 +344,14 @@ def judge_contract(fact: Contract | Failure | None, *, diagnosis: Diagnosis | No
     """Whether the run admits this node; `fact` is None without a model."""
     if fact is None:
         return skip("contract", "model_dir is not set")
-    if isinstance(fact, Failure):
+    if isinstance(fact, Failure) and fact.kind != UNSTATED:
         slow = "run it again when this machine is idle, or copy the model to a faster local disk"
-        remedy = slow if fact.kind == "timeout" else "correct model_dir or [task]: loading failed"
+        remedy = slow if fact.kind == TIMEOUT else fact.action or "correct model_dir or [task]: loading failed"
         return fail("contract", fact.detail, remedy)
     if diagnosis is None:
-        return skip("contract", "the model loads; the coordinator was not reached")
-    if diagnosis.contract is None:
+        loads = "" if isinstance(fact, Failure) else "the model loads; "
+        return skip("contract", f"{loads}the coordinator was not reached")
+    if diagnosis.contract is None or isinstance(fact, Failure):
         return warn("contract", "the run has no contract yet", "start the learner: it states the contract")
     difference = contract_difference(diagnosis.contract, same_base(diagnosis.contract, fact))
     if not difference:

@@ -257,6 +257,7 @@ def _build_evaluator(
         batch_rows=options.batch_rows,
         end_token_ids=prompter.end_token_ids,
         lora=config.lora,
+        device_key="backend.device",
     )
     return Evaluator(
         task=task,

@@ -56,6 +56,7 @@ class PastRun:
     """The learner's run.json: `heterorl_version` and `config`."""
     facts: Mapping[str, str] = dataclasses.field(default_factory=dict)
     is_live: bool = False
+    """Whether the run was still going."""
     sets: tuple[Evaluation, ...] = ()
     """Evaluations by samplers, by version and set."""
 
@@ -167,7 +168,7 @@ def _with_journal(run: PastRun, journal: Path | None) -> PastRun:
         sources=(*run.sources, journal),
         # If a step has two rows, the newer version's stays. A learner that adopted the run lacks the steps before.
         reports=_newest(sorted([*run.reports, *own.reports], key=lambda report: report.version)),
-        versions=own.versions if run.is_live else run.versions,
+        versions=run.versions or own.versions,
         evaluations=own.evaluations,
         config=own.config,
         # The directory's, if any, with the changes that the coordinator knows.
@@ -238,7 +239,7 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
         ledger=status.ledger,
         sites=sites,
         facts=status.facts,
-        is_live=True,
+        is_live=not status.has_ended,
         sets=tuple(known),
     )
     return _with_journal(run, journal)

@@ -22,7 +22,7 @@ from heterorl.common.model.contract import without_local
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.config_file import problems_of
-from heterorl.common.rpc.maintenance import DiagnosisClient
+from heterorl.common.rpc.maintenance import Diagnosis, DiagnosisClient
 from heterorl.common.tasks.sources.dataset_files import parse
 from heterorl.common.types.common import Contract
 from heterorl.common.wire.statement import KEYS, Statement, contract_digest, leaves, statement_from_bytes
@@ -192,18 +192,28 @@ async def _ask(config: SamplerConfig, clock: Clock) -> Statement:
         has_said = False
         while True:
             diagnosis = await backoff.retry(client.diagnose)
-            if diagnosis.statement:
-                return statement_from_bytes(diagnosis.statement)
-            if diagnosis.contract is not None:
-                problem = f"the learner of run {diagnosis.run_id} states no configuration"
-                action = "state task, sampling, group_size, lora and template in this file, and leave [join] out"
-                raise ConfigError("join", problem, action=action)
+            if statement := statement_of(diagnosis):
+                return statement
             if not has_said:
                 _LOG.info("the sampler waits until the learner of run %s states its settings", diagnosis.run_id)
             has_said = True
             await clock.sleep(ASK_AGAIN_S)
     finally:
         await client.close()
+
+
+def statement_of(diagnosis: Diagnosis) -> Statement | None:
+    """The run's statement; None before the learner has come.
+
+    Raises ConfigError: the learner states none.
+    """
+    if diagnosis.statement:
+        return statement_from_bytes(diagnosis.statement)
+    if diagnosis.contract is not None:
+        problem = f"the learner of run {diagnosis.run_id} states no configuration"
+        action = "state task, sampling, group_size, lora and template in this file, and leave [join] out"
+        raise ConfigError("join", problem, action=action)
+    return None
 
 
 def check_consent(task: Mapping[str, Any], join: JoinConfig) -> None:

@@ -132,7 +132,7 @@ async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clo
                     all_have &= await _write(slot, status, is_once=pace.is_once)
                 if pace.is_once:
                     return
-                ended_at = (ended_at if ended_at is not None else clock.monotonic()) if has_ended(status) else None
+                ended_at = (ended_at if ended_at is not None else clock.monotonic()) if status.has_ended else None
                 is_waiting = any(slot.is_waiting for slot in slots)
                 if ended_at is not None and all_have and not (is_waiting and clock.monotonic() - ended_at < LINGER_S):
                     return
@@ -144,11 +144,6 @@ async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clo
     finally:
         for slot in slots:
             await slot.close()
-
-
-def has_ended(status: RunStatus) -> bool:
-    """Whether a run's learner ended it and released its lease."""
-    return status.is_draining and not status.learner
 
 
 class _First(Unreachable):

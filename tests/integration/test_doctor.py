@@ -385,14 +385,18 @@ async def test_wrong_model_is_named(secure, tmp_path, model_dir):
 
     missing = config.model_copy(update={"model_dir": str(tmp_path / "missing")})
     checks = await diagnose(secure.address, secure.certificates.tls("sampler"), tmp_path, model_config=missing)
-    assert "correct model_dir" in checks["contract"].remedy
+    assert "name a Hugging Face directory" in checks["contract"].remedy
+    assert "name a Hugging Face directory" not in checks["contract"].finding
 
 
 async def test_short_file_is_measured_with_what_the_run_states(secure, tmp_path, model_dir):
     config = SamplerConfig(model_dir=str(model_dir), join={})
     tls = secure.certificates.tls("sampler")
     checks = await diagnose(secure.address, tls, tmp_path, model_config=config)
-    assert "has not stated" in str(checks["contract"])
+    assert "states no configuration" in checks["contract"].finding
+    assert "leave [join] out" in checks["contract"].remedy
+    checks = await diagnose(f"127.0.0.1:{free_port()}", PLAINTEXT, tmp_path, model_config=config)
+    assert (checks["contract"].level, checks["contract"].finding) == (Level.SKIP, "the coordinator was not reached")
 
     await secure.learner.acquire_lease(
         holder="learner", contract=CONTRACT, request_id="again", statement=stated(CONTRACT)
@@ -400,6 +404,11 @@ async def test_short_file_is_measured_with_what_the_run_states(secure, tmp_path,
     checks = await diagnose(secure.address, tls, tmp_path, model_config=config)
     # That run's tokenizer is none, so this is as far as one gets: the group size was taken from the run.
     assert "the tokenizer differs" in checks["contract"].remedy
+
+    config = SamplerConfig(model_dir=str(model_dir), join={"max_new_tokens": 1})
+    refused = (await diagnose(secure.address, tls, tmp_path, model_config=config))["contract"]
+    assert "this file allows 1" in refused.finding
+    assert refused.remedy == "raise it if this site has room for that"
 
 
 @pytest.mark.parametrize("lora", [{}, {"rank": 2, "target_modules": ["q_proj", "v_proj"]}])

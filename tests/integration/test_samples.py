@@ -261,6 +261,9 @@ async def test_export_that_fails_leaves_no_file(secure):
     out = secure.directory / "run.jsonl"
     result = await asyncio.to_thread(heterorl, secure, "samples", "export", str(out), "--version", "x")
     assert "is not N or A:B" in str(result.exception)
+    for command in (("list",), ("export", str(out))):
+        result = await asyncio.to_thread(heterorl, secure, "samples", *command, "--why", "nonsense")
+        assert "'nonsense' is not a reason (one of consumed, evaluation, stale_at_ingest, " in str(result.exception)
     await secure.server.stop(0.0)
 
     result = await asyncio.to_thread(heterorl, secure, "samples", "export", str(out))

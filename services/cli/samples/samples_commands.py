@@ -82,6 +82,9 @@ def list_(
 
     A sample is a prompt with its completions. The command needs an operator's certificate.
 
+    The column `lost` counts lost members; `heterorl view` filters by it. `--why lost_members` finds groups that were
+    dropped for them.
+
     Example: `heterorl samples run.example:50051 --kind rejected --credentials operator-me`
     """
     from heterorl.cli.samples.sample_reader import decoder, read_samples, read_summaries
@@ -200,8 +203,10 @@ def _filter(
     truncated: bool | None,
 ) -> SampleFilter:
     from heterorl.common.errors import ConfigError
-    from heterorl.common.types.sample import SampleFilter, SampleKind
+    from heterorl.common.types.sample import REASONS, SampleFilter, SampleKind
 
+    if why and why not in REASONS:
+        raise ConfigError("--why", f"{why!r} is not a reason", action=f"one of {', '.join(REASONS)}")
     match = re.fullmatch(r"(\d{0,15})(:?)(\d{0,15})", version)
     if match is None or version == ":":
         raise ConfigError(

@@ -77,11 +77,13 @@ class HfEngine:
         lora: LoraConfig = ALL_WEIGHTS,
         is_seeded: bool = False,
         records_routing: bool = False,
+        device_key: str = "engine.device",
     ) -> None:
         """Load the model; raises ConfigError for a failure or missing routers.
 
         `published_dtype` is the data type of the weights, `compute_dtype` fp32 or bf16. Each of `end_token_ids` ends a
-        completion and stays its last token. With `is_seeded`, seeds are keys of `logprobs.gumbel_noise`.
+        completion and stays its last token. With `is_seeded`, seeds are keys of `logprobs.gumbel_noise`. `device_key`
+        names the device in the configuration's file.
         """
         from transformers import __version__
 
@@ -93,7 +95,7 @@ class HfEngine:
             self.model: Any = model.to(device).eval()
         except (AssertionError, RuntimeError) as error:
             # A torch without CUDA asserts, one without a GPU raises.
-            raise ConfigError("engine.device", f"cannot use {device}: {error}", action="heterorl doctor") from error
+            raise ConfigError(device_key, f"cannot use {device}: {error}", action="heterorl doctor") from error
         self.lora = lora.settings(base_digest(self.model) if lora.is_on else Digest(""))
         if self.lora.rank:
             attach(self.model, self.lora)

@@ -133,6 +133,11 @@ class RunStatus:
     prompts: PromptCounts | None = None
     """None without a window of difficulty."""
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether its learner ended it and released its lease."""
+        return self.is_draining and not self.learner
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Registration:

@@ -28,6 +28,8 @@ from heterorl.common.types.rollout import (
 
 CONSUMED, EVALUATED = "consumed", "evaluation"
 """Values of `kept_because` in addition to the DropReasons."""
+REASONS = (CONSUMED, EVALUATED, *(reason.value for reason in DropReason))
+"""Values of `kept_because`."""
 MAX_PAGE = 200
 """Samples in one page of a list."""
 MAX_PREVIEW = 160

@@ -207,9 +207,11 @@ def test_a_model_without_room_for_another_turn_ends_an_episode_that_is_scored(mo
         (["--by-hand", "--set", "task.environment=games:Closed"], PromptRefused, "task.environment: no episode of "),
         (["--by-hand"], ConfigError, "task.environment: turn 2: games:Guess, step: "),
         ([], ConfigError, "model_dir: is not set"),
+        (["--model", "CHAT", "--set", "backend.device=cuda:99"], ConfigError, "backend.device: cannot use cuda:99"),
     ],
 )
-def test_what_cannot_be_played_is_told_by_its_key(config, arguments, kind, words):
+def test_what_cannot_be_played_is_told_by_its_key(config, chat, arguments, kind, words):
+    arguments = [str(chat) if argument == "CHAT" else argument for argument in arguments]
     settings = [] if "task.environment=" not in arguments else ["--set", "task.name=arithmetic"]
     error = _try(config, *arguments, *settings, typed="8\ncrash\n").exception
 

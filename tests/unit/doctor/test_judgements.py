@@ -204,6 +204,11 @@ CASES = [
     (machine_checks.judge_contract(CONTRACT, diagnosis=None), Level.SKIP, "the model loads"),
     (machine_checks.judge_contract(SLOW, diagnosis=None), Level.FAIL, "local disk"),
     (
+        machine_checks.judge_contract(Failure(kind="unstated"), diagnosis=dataclasses.replace(FACTS, contract=None)),
+        Level.WARN,
+        "start the learner",
+    ),
+    (
         machine_checks.judge_contract(Failure(kind="model", detail="no tokenizer"), diagnosis=None),
         Level.FAIL,
         "model_dir or",

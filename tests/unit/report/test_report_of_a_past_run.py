@@ -276,6 +276,10 @@ async def test_run_that_is_going_on_is_asked_of_its_coordinator(tmp_path, monkey
         again = await asyncio.to_thread(CliRunner().invoke, app, ["report", "--credentials", str(node)])
         run = await ask_run(secure.operator, address=secure.address)
         whole = await ask_run(secure.operator, address=secure.address, journal=tmp_path / "learner")
+        await secure.learner.drain(reason="step 1 of 1 is reached", epoch=secure.run.epoch)
+        leaving = await ask_run(secure.operator, address=secure.address)
+        await secure.learner.release_lease(epoch=secure.run.epoch)
+        ended = await ask_run(secure.operator, address=secure.address)
 
     assert (result.exit_code, again.exit_code) == (0, 0), (result.exception, again.exception)
     assert "written: report.html" in again.output
@@ -287,12 +291,14 @@ async def test_run_that_is_going_on_is_asked_of_its_coordinator(tmp_path, monkey
     assert [site.site for site in run.sites] == ["eu-1"]
     # The learner's journal beside it knows more.
     assert (len(whole.reports), len(whole.versions)) == (4, 5)
+    assert leaving.is_live
+    assert "was still going" not in render(ended)[0]
 
 
 async def test_running_coordinator_that_is_busy_is_asked_again_and_no_evaluation_left_out():
     class Api:
         async def get_status(self):
-            return SimpleNamespace(run_id="run", sites=(), ledger=None, facts={})
+            return SimpleNamespace(run_id="run", sites=(), ledger=None, facts={}, has_ended=False)
 
         async def list_steps(self, *, after_step, limit):
             return (REPORT,) if after_step < REPORT.step else ()
@@ -311,7 +317,7 @@ async def test_steps_that_a_running_learner_took_back_are_not_counted():
 
     class Api:
         async def get_status(self):
-            return SimpleNamespace(run_id="run", sites=(), ledger=None, facts={})
+            return SimpleNamespace(run_id="run", sites=(), ledger=None, facts={}, has_ended=False)
 
         async def list_steps(self, *, after_step, limit):
             rows = sorted([*abandoned, *again], key=lambda report: (report.step, report.version))

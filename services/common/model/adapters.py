@@ -49,7 +49,7 @@ class LoraLinear(nn.Linear):
 
 
 def attach(model: nn.Module, settings: LoraSettings) -> None:
-    """Freeze and round a model and add adapters to named linear layers, in place.
+    """Freeze and round a model, and add adapters to named layers.
 
     Raises ConfigError if a name fits no linear layer, or the output embedding, which is not read through its module.
     """
@@ -92,9 +92,9 @@ def start_of(name: str, shape: Sequence[int]) -> torch.Tensor | None:
 
 @torch.no_grad()
 def round_base(model: nn.Module) -> None:
-    """Round weights to bf16 in place, whatever the type they are stored or computed in.
+    """Round weights to bf16 in place; their type stays.
 
-    So nodes that compute in bf16 and in fp32 have one base.
+    So nodes that compute in bf16 and in fp32 have one base, stored in either.
     """
     for tensor in model.state_dict().values():
         if tensor.is_floating_point():

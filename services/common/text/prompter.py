@@ -195,7 +195,8 @@ class Prompter:
         return np.array(self._between().ids(messages, is_cut=is_cut), np.int32)
 
     def check_turns(self, prompt: Prompt, *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Raise PromptRefused where a prompt changes the tokens between turns, as `/no_think` may."""
+        """Raise PromptRefused where a prompt changes the tokens between turns.
+        An example is `/no_think`."""
         self._between().check_behind(messages_of(prompt), tools=tools)
 
     def given_problem(self, role: str, *, tools: Sequence[Mapping[str, Any]] = ()) -> str:

@@ -50,7 +50,7 @@ class Turn:
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class End:
-    """A member that ended: its trajectory and reward parts, none if lost to an error."""
+    """A member that ended: its trajectory, with reward parts or an error."""
 
     draft: GroupDraft
     member: int

@@ -108,8 +108,10 @@ def paired(
     return f"{found.mean:+.3f} +- {found.half:.3f}, worst {found.lowest:+.3f}, {above} of {found.num}"
 
 
-def _lab(name: str) -> Results:
-    return load_table(RESULTS / f"{name}.json")
+def _lab(name: str, task: str = "") -> Results:
+    """Results of an experiment, or of one of its tasks."""
+    found = load_table(RESULTS / f"{name}.json")
+    return found.model_copy(update={"runs": [run for run in found.runs if task in ("", run.task)]})
 
 
 def _beside_gepo() -> str:
@@ -157,8 +159,8 @@ def _warmup() -> str:
     )
 
 
-def _chosen_rates(experiment: str, delays: Sequence[float]) -> str:
-    rates = {(run.algorithm, run.delay): run.lr for run in _lab(experiment).runs}
+def _chosen_rates(experiment: str, delays: Sequence[float], task: str = "") -> str:
+    rates = {(run.algorithm, run.delay): run.lr for run in _lab(experiment, task).runs}
     names = sorted({name for name, _ in rates}, key=lambda name: (name != "gepo", name))
     return table(
         ["algorithm", *(_COLUMNS[delay] for delay in delays)],
@@ -205,8 +207,8 @@ def _rates_beside(name: str, baseline: str) -> str:
     )
 
 
-def _beside(name: str, baseline: str, delays: Sequence[float]) -> str:
-    runs = _lab(name).runs
+def _beside(name: str, baseline: str, delays: Sequence[float], task: str = "") -> str:
+    runs = _lab(name, task).runs
     names = sorted({run.algorithm for run in runs} - {baseline}, key=lambda one: (one != "gepo", one))
     return table(
         ["algorithm", *(_COLUMNS[delay] for delay in delays)],
@@ -392,10 +394,13 @@ LAB: dict[str, Callable[[], str]] = {
     "stale64-short": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0), _LEADING),
     "stale64": lambda: accuracies(_lab("stale64"), (0.0, 8.0, 64.0)),
     "stale256": lambda: accuracies(_lab("stale256"), (64.0, 128.0, 256.0), _STALE),
-    "stale2026": lambda: accuracies(_lab("stale2026"), _FAR_ENDS),
-    "stale2026-beside-gepo": lambda: _beside("stale2026", "gepo", _FAR_ENDS),
+    "stale2026": lambda: accuracies(_lab("stale2026", "t5"), _FAR_ENDS),
+    "stale2026-beside-gepo": lambda: _beside("stale2026", "gepo", _FAR_ENDS, "t5"),
+    "stale2026-21": lambda: accuracies(_lab("stale2026", "t21"), _FAR_ENDS),
+    "stale2026-21-beside-gepo": lambda: _beside("stale2026", "gepo", _FAR_ENDS, "t21"),
+    "stale2026-21-rates": lambda: _chosen_rates("stale2026", _FAR_ENDS, "t21"),
     "stale2026-t21": lambda: _gates("stale2026_t21", beside="gepo"),
-    "stale2026-rates": lambda: _chosen_rates("stale2026", _FAR_ENDS),
+    "stale2026-rates": lambda: _chosen_rates("stale2026", _FAR_ENDS, "t5"),
     "beside-gepo": _beside_gepo,
     "recommend": lambda: accuracies(_lab("recommend"), (64.0,)),
 }

@@ -66,9 +66,9 @@ def main() -> None:
         time.sleep(max(0.0, began + bench["step_s"] - time.monotonic()))
         return report_of(groups, head_version=head_version, step=step, step_s=time.monotonic() - began)
 
-    def noted(self: Publisher, arena: Any, step: int) -> Any:
+    def noted(self: Publisher, arena: Any, step: int, with_snapshot: bool) -> Any:
         shadow, version = self.position.shadow, self.position.head_version + 1
-        encoded = encode(self, arena, step)
+        encoded = encode(self, arena, step, with_snapshot)
         if isinstance(shadow, Arena):
             row = {
                 "version": version,

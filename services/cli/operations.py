@@ -5,6 +5,7 @@ A person gives the consent (`accept-rewind`) at the sampler's site: no coordinat
 
 from __future__ import annotations
 
+import datetime
 import secrets
 import time
 from pathlib import Path
@@ -147,7 +148,11 @@ def audit_show(
 def backup(
     link: Link,
     name: Annotated[
-        str, typer.Option(help="Name of the directory under the coordinator's backup_dir; default: the time.")
+        str,
+        typer.Option(
+            help="Name of the directory under the coordinator's backup_dir; default: the time. A backup of that name"
+            " stays as it is: give each its own."
+        ),
     ] = "",
 ) -> None:
     """Have a running coordinator back up its current state.
@@ -158,6 +163,9 @@ def backup(
 
     name = name or time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
     made = link.ask(lambda client: client.backup(name=name), client=BackupClient)
+    if made.existed_since:
+        since = datetime.datetime.fromtimestamp(made.existed_since, tz=datetime.UTC).isoformat(timespec="seconds")
+        typer.echo(f"backup {name} exists since {since}; nothing new was written")
     typer.echo(
         f"{made.path} on the coordinator's machine: {version_words(made.head_version)},"
         f" {amount(made.num_payloads, 'payload')}, {made.num_bytes} bytes,"

@@ -158,7 +158,10 @@ class ContractMismatch(RemoteError):
 class UnknownVersion(RemoteError):
     """The version does not exist in this run."""
 
-    action = "take one that `heterorl rollback --list` shows; roll back to one that no snapshot reaches, then pull"
+    action = (
+        "choose another version; if `heterorl rollback --list` shows this one, `heterorl rollback --to` publishes its"
+        " weights again"
+    )
     is_transient = False
 
 

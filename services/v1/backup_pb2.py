@@ -24,7 +24,7 @@ _sym_db = _symbol_database.Default()
 
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18heterorl/v1/backup.proto\x12\x0bheterorl.v1\"\x1d\n\rBackupRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x81\x01\n\x0e\x42\x61\x63kupResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x14\n\x0chead_version\x18\x02 \x01(\x03\x12\x14\n\x0cnum_payloads\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x61udit_digest\x18\x06 \x01(\tJ\x04\x08\x05\x10\x06R\x06made_s2R\n\rBackupService\x12\x41\n\x06\x42\x61\x63kup\x12\x1a.heterorl.v1.BackupRequest\x1a\x1b.heterorl.v1.BackupResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x18heterorl/v1/backup.proto\x12\x0bheterorl.v1\"\x1d\n\rBackupRequest\x12\x0c\n\x04name\x18\x01 \x01(\t\"\x98\x01\n\x0e\x42\x61\x63kupResponse\x12\x0c\n\x04path\x18\x01 \x01(\t\x12\x14\n\x0chead_version\x18\x02 \x01(\x03\x12\x14\n\x0cnum_payloads\x18\x03 \x01(\x04\x12\x11\n\tnum_bytes\x18\x04 \x01(\x04\x12\x14\n\x0c\x61udit_digest\x18\x06 \x01(\t\x12\x15\n\rexisted_since\x18\x07 \x01(\x01J\x04\x08\x05\x10\x06R\x06made_s2R\n\rBackupService\x12\x41\n\x06\x42\x61\x63kup\x12\x1a.heterorl.v1.BackupRequest\x1a\x1b.heterorl.v1.BackupResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,7 +34,7 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_BACKUPREQUEST']._serialized_start=41
   _globals['_BACKUPREQUEST']._serialized_end=70
   _globals['_BACKUPRESPONSE']._serialized_start=73
-  _globals['_BACKUPRESPONSE']._serialized_end=202
-  _globals['_BACKUPSERVICE']._serialized_start=204
-  _globals['_BACKUPSERVICE']._serialized_end=286
+  _globals['_BACKUPRESPONSE']._serialized_end=225
+  _globals['_BACKUPSERVICE']._serialized_start=227
+  _globals['_BACKUPSERVICE']._serialized_end=309
 # @@protoc_insertion_point(module_scope)

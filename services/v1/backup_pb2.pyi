@@ -45,6 +45,7 @@ class BackupResponse(google.protobuf.message.Message):
     NUM_PAYLOADS_FIELD_NUMBER: builtins.int
     NUM_BYTES_FIELD_NUMBER: builtins.int
     AUDIT_DIGEST_FIELD_NUMBER: builtins.int
+    EXISTED_SINCE_FIELD_NUMBER: builtins.int
     path: builtins.str
     """Directory on the coordinator's machine."""
     head_version: builtins.int
@@ -55,6 +56,8 @@ class BackupResponse(google.protobuf.message.Message):
     """Bytes of the store and the payloads."""
     audit_digest: builtins.str
     """Digest of the newest row of the log of audit; empty when there is none."""
+    existed_since: builtins.float
+    """When the copy was made, seconds since the epoch, if it was there before the request; 0: it is new."""
     def __init__(
         self,
         *,
@@ -63,7 +66,8 @@ class BackupResponse(google.protobuf.message.Message):
         num_payloads: builtins.int = ...,
         num_bytes: builtins.int = ...,
         audit_digest: builtins.str = ...,
+        existed_since: builtins.float = ...,
     ) -> None: ...
-    def ClearField(self, field_name: typing.Literal["audit_digest", b"audit_digest", "head_version", b"head_version", "num_bytes", b"num_bytes", "num_payloads", b"num_payloads", "path", b"path"]) -> None: ...
+    def ClearField(self, field_name: typing.Literal["audit_digest", b"audit_digest", "existed_since", b"existed_since", "head_version", b"head_version", "num_bytes", b"num_bytes", "num_payloads", b"num_payloads", "path", b"path"]) -> None: ...
 
 Global___BackupResponse: typing_extensions.TypeAlias = BackupResponse

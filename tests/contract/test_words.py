@@ -44,7 +44,7 @@ BUDGETS = {
     "SECURITY.md": 300,
     "benchmarks/README.md": 3310,
     "deploy/README.md": 1320,
-    "deploy/runbook.md": 1675,
+    "deploy/runbook.md": 1750,
     "docs/concepts.md": 995,
     "docs/configuration.md": 6150,
     "docs/environments.md": 1915,

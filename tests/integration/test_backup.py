@@ -1,11 +1,13 @@
 """A backup of a running coordinator, over gRPC with an operator's certificate, under traffic: started from and checked."""
 
 import asyncio
+import dataclasses
 import re
 import shutil
 import sqlite3
 import stat
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -57,13 +59,15 @@ async def test_backup_under_traffic_is_one_moment_and_a_coordinator_starts_from_
 
         traffic = [asyncio.create_task(push()), asyncio.create_task(publish())]
         tls = secure.certificates.tls("operator")
-        made = []
+        made, started = [], time.time()
         async with BackupClient(secure.address, tls=tls, policy=PATIENT) as client:
             for number in range(5):
                 before = run.head
                 made.append((before, await client.backup(name=f"b{number}")))
                 assert run.head >= made[-1][1].head_version >= before
-            assert await client.backup(name="b0") == made[0][1]
+            again = await client.backup(name="b0")
+            assert dataclasses.replace(again, existed_since=0.0) == made[0][1]
+            assert started - 1 <= again.existed_since <= time.time()
         is_over = True
         await asyncio.gather(*traffic)
 
@@ -139,7 +143,7 @@ async def test_two_runs_share_a_directory_of_backups(tmp_path):
 
     made = await core.backups.make("nightly")
     assert going_on.is_dir()
-    assert await core.backups.make("nightly") == made
+    assert (await core.backups.make("nightly")).path == made.path
     with pytest.raises(InvalidRequest, match="is a backup of run run"):
         await other.backups.make("nightly")
     assert (await other.backups.make("second")).path == str(tmp_path / "all" / "second")
@@ -306,7 +310,8 @@ async def test_command_says_where_the_copy_lies_and_that_another_backup_runs(tmp
         await secure.run.begin()
         await secure.run.publish()
         options = ["--credentials", str(secure.certificates.node("operator", "eu-1")), "--name", "one"]
-        result = await asyncio.to_thread(CliRunner().invoke, app, ["backup", secure.address, *options])
+        command = ["backup", secure.address, *options]
+        result, again = [await asyncio.to_thread(CliRunner().invoke, app, command) for _ in range(2)]
         monkeypatch.setattr(backup, "sync_file", slow)
         other = asyncio.create_task(secure.core.backups.make("two"))
         await is_begun.wait()
@@ -316,5 +321,7 @@ async def test_command_says_where_the_copy_lies_and_that_another_backup_runs(tmp
 
     assert result.exit_code == 0, result.output
     assert re.search(r"data/backups/one on .*: version \d+, \d+ payloads", result.output)
+    assert "nothing new" not in result.output
+    assert re.match(r"backup one exists since \d{4}-.*; nothing new was written\n.*data/backups/one on ", again.output)
     assert isinstance(refused.exception, Busy), refused.exception
     assert "backup two is in progress" in str(refused.exception)

@@ -57,6 +57,8 @@ class Backup:
     num_payloads: int
     num_bytes: int
     audit_digest: str
+    existed_since: float = 0.0
+    """When it was made, if it was there before the request, seconds since the epoch; 0: it is new."""
 
 
 class BackupClient(Calls):

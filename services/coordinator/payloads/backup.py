@@ -35,6 +35,7 @@ from heterorl.coordinator.versions import lineage
 _LOG = logging.getLogger(__name__)
 NOTE = "backup.json"
 """File that describes the copy; a restore does not need it."""
+_NOTED = [name for name in Backup.__slots__ if name != "existed_since"]
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _PARTIAL = ".partial"
 _BUSY_S = 5.0
@@ -201,7 +202,7 @@ def _take_store(path: Path) -> int:
 def _finish(partial: Path, target: Path, backup: Backup, run_id: str) -> None:
     for folder in (partial / "blobs").glob("*"):
         sync_directory(folder)
-    note = {"run_id": run_id, **{name: getattr(backup, name) for name in Backup.__slots__}}
+    note = {"run_id": run_id, **{name: getattr(backup, name) for name in _NOTED}}
     path = partial / NOTE
     path.write_text(json.dumps(note, indent=2) + "\n", encoding="utf-8")
     path.chmod(0o600)
@@ -216,8 +217,8 @@ def _read_note(directory: Path, run_id: str) -> Backup | None:
     if not directory.is_dir():
         return None
     try:
-        note = json.loads((directory / NOTE).read_text(encoding="utf-8"))
-        found, owner = Backup(**{name: note[name] for name in Backup.__slots__}), note["run_id"]
+        note, made = json.loads((directory / NOTE).read_text(encoding="utf-8")), (directory / NOTE).stat().st_mtime
+        found, owner = Backup(**{name: note[name] for name in _NOTED}, existed_since=made), note["run_id"]
     except (OSError, ValueError, KeyError) as error:
         raise InvalidRequest(f"name: {directory} exists and is not a backup", action="choose another name") from error
     if owner != run_id:

@@ -22,7 +22,7 @@ from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import GroupNotAvailable, RunFinished
+from heterorl.common.errors import GroupNotAvailable, RunFinished, UnknownVersion
 from heterorl.common.identity.signing import Signer
 from heterorl.common.model.quantise import scales_of
 from heterorl.common.process.backoff import Backoff
@@ -104,15 +104,17 @@ class Publisher:
         if self.variants is not None:
             self.variants.remove_leftovers()
 
-    async def begin_variants(self, *, step: int, saved_by: TrainBackend) -> None:
-        """Publish the head's weights again where a variant has no version."""
-        if self.variants is None:
+    async def repeat_head(self, *, step: int, saved_by: TrainBackend) -> None:
+        """Publish the head's weights again where new samplers cannot get them.
+        A variant has no version, or no payloads lead to the head."""
+        shadow, why = self.position.shadow, ""
+        if self.variants is not None:
+            await self.variants.align(self.position)
+            why = "to start a variant" if self.variants.are_to_begin else ""
+        if shadow is None or not (why or await self._is_head_lost()):
             return
-        await self.variants.align(self.position)
-        shadow = self.position.shadow
-        if shadow is not None and self.variants.are_to_begin:
-            _LOG.info("version %d repeats the head, to start a variant", self.position.head_version + 1)
-            await self.publish(whole_of(shadow).copy(), step=step, saved_by=saved_by, is_last=True)
+        _LOG.info("version %d repeats the head, %s", self.position.head_version + 1, why or "as a snapshot")
+        await self.publish((await in_thread(whole_of, shadow)).copy(), step=step, saved_by=saved_by, is_last=True)
 
     async def stage(self, backend: TrainBackend) -> Weights:
         """Round the masters into weights of their own; the shadow stays.
@@ -169,7 +171,7 @@ class Publisher:
         encoded = None
         if isinstance(arena, ShardedArena):
             # All ranks take part, so before the next step begins.
-            encoded = await in_thread(self._encode, arena, step)
+            encoded = await in_thread(self._encode, arena, step, await self._is_snapshot_due())
             if begun is not None and encoded.snapshot is None:
                 await in_thread(self.store.write_published, begun, arena)
         return Draft(version=version, step=step, arena=arena, canary=canary, forms=forms, begun=begun, encoded=encoded)
@@ -197,11 +199,12 @@ class Publisher:
 
     async def _carry_out(self, draft: Draft, consumed: Sequence[GroupId], reports: Sequence[StepReport]) -> None:
         encoded = draft.encoded
+        with_snapshot = encoded is None and await self._is_snapshot_due()
         if encoded is None:
-            encoded = await in_thread(self._encode, draft.arena, draft.step)
+            encoded = await in_thread(self._encode, draft.arena, draft.step, with_snapshot)
         forms: tuple[EncodedVariant, ...] = ()
         if self.variants is not None:
-            encode = functools.partial(self.variants.encode, step=draft.step, with_snapshot=self._is_snapshot_due)
+            encode = functools.partial(self.variants.encode, step=draft.step, with_snapshot=with_snapshot)
             with room(self.directory):
                 forms = await in_thread(encode, self.position, draft.forms)
         cursor = cursor_of(encoded, self.position, consumed=consumed, reports=reports, dead_band_ulp=self.dead_band_ulp)
@@ -248,11 +251,26 @@ class Publisher:
             sum(payload.num_bytes for payload in encoded.manifest.payloads),
         )
 
-    @property
-    def _is_snapshot_due(self) -> bool:
-        return (self.position.head_version + 1) % self.snapshot_every_versions == 0
+    async def _is_snapshot_due(self) -> bool:
+        is_at_cadence = (self.position.head_version + 1) % self.snapshot_every_versions == 0
+        # Without a shadow it is a snapshot in any case.
+        return is_at_cadence or (self.position.shadow is not None and await self._is_head_lost())
 
-    def _encode(self, arena: Weights, step: int) -> Encoded:
+    async def _is_head_lost(self) -> bool:
+        """Whether no payloads lead a new sampler to the head's variants.
+        The coordinator puts damaged payloads aside; further deltas would help no new sampler."""
+        plan = functools.partial(
+            self.api.plan_pull, have_version=NO_VERSION, have_root="", want_version=self.position.head_version
+        )
+        try:
+            for variant in ("", *(() if self.variants is None else self.variants.begun)):
+                await self.backoff.retry(functools.partial(plan, variant=variant))
+        except UnknownVersion as error:
+            _LOG.warning("the next version is a snapshot, for new samplers: %s", error.args[0])
+            return True
+        return False
+
+    def _encode(self, arena: Weights, step: int, with_snapshot: bool) -> Encoded:
         with room(self.directory):
             return encode_version(
                 self.position,
@@ -261,7 +279,7 @@ class Publisher:
                 run_id=self.run_id,
                 epoch=self.epoch,
                 step=step,
-                with_snapshot=self._is_snapshot_due,
+                with_snapshot=with_snapshot,
                 threads=self.threads,
             )
 

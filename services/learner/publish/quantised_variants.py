@@ -87,7 +87,12 @@ class Variants:
     @property
     def are_to_begin(self) -> bool:
         """Whether a variant has no version yet where the others have one."""
-        return any(self._forms.get(name, _NEW).version == NO_VERSION for name in self.layouts)
+        return len(self.begun) < len(self.layouts)
+
+    @property
+    def begun(self) -> list[Variant]:
+        """The variants that have a version."""
+        return [name for name in self.layouts if self._forms.get(name, _NEW).version != NO_VERSION]
 
     def offer_scales(self, scales: Mapping[str, Arena]) -> None:
         """Take the scales of a checkpoint, by variant."""

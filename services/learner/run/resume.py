@@ -132,11 +132,6 @@ class Resumption:
         Raises OperatorError if the state directory belongs to another run or has no usable checkpoint of it, or if the
         coordinator lost this run.
         """
-        step = await self._resume()
-        await self.publisher.begin_variants(step=step, saved_by=self.backend)
-        return step
-
-    async def _resume(self) -> int:
         publisher = self.publisher
         grant = await publisher.backoff.retry(lambda: publisher.api.renew_lease(epoch=publisher.epoch))
         head = grant.head_version

@@ -62,7 +62,10 @@ class Rollback:
             return rolled
         step = step_of_head if step is None else step
         # The head's masters stay: published weights lack what the rounding left.
-        return await undo(self.resumption) if step is None else step
+        step = await undo(self.resumption) if step is None else step
+        # After an order, whose deltas a snapshot of the head would hide.
+        await self.resumption.publisher.repeat_head(step=step, saved_by=self.resumption.backend)
+        return step
 
     async def run(self) -> int | None:
         """Publish the ordered version.

@@ -35,6 +35,7 @@ from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import MAX_REPAIRS, Position, PublishedVersions, encode_version
 from heterorl.learner.run.resume import ResumePlan, Resumption, decide
+from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.state_directory import read_incarnation
 from tests.support.clock import ManualClock
 from tests.support.cursors import make_cursor
@@ -96,7 +97,7 @@ class World:
             state_dir=self.directory,
             adopt_without_optimizer=adopt_without_optimizer,
         )
-        self.step = await resumption.run()
+        self.step = await Rollback(resumption=resumption).resume(is_start=True)
         return self.step
 
     async def advance(self, **options):
@@ -151,6 +152,28 @@ async def test_snapshot_is_published_beside_the_delta_at_its_cadence(coordinator
     plan = await coordinator.plan_pull(have_version=-1, have_root="", want_version=2)
     assert plan.kind is PlanKind.SNAPSHOT
     assert len(plan.payloads) == 1
+
+
+@pytest.mark.parametrize("is_restarted", [False, True])
+async def test_version_after_damage_is_a_snapshot(coordinator, tmp_path, is_restarted):
+    world = await World.open(coordinator, tmp_path)
+    await world.resume()
+    await world.advance()
+    plan = await coordinator.plan_pull(have_version=-1, have_root="", want_version=1)
+    await coordinator.damage.put_aside(plan.payloads[0].digest, "its bytes on disk changed")
+    if is_restarted:
+        # It may wait for groups of samplers that wait for weights.
+        root = await head_root(coordinator)
+        world = await World.open(coordinator, tmp_path)
+        assert await world.resume() == 1
+        assert await head_root(coordinator) == root
+    else:
+        await world.advance()
+
+    assert PayloadKind.SNAPSHOT in _kinds((await coordinator.get_signed_manifest(version=2)).data)
+    assert await world.sampler_root() == await head_root(coordinator)
+    await world.advance()
+    assert _kinds((await coordinator.get_signed_manifest(version=3)).data) == [PayloadKind.DELTA]
 
 
 async def test_samplers_reach_the_learners_state_by_every_path(coordinator, tmp_path):

@@ -122,7 +122,7 @@ class World:
             holder="learner", contract=make_contract(LAYOUT), request_id=str(random.random()), variants=names
         )
         world = cls(core, directory, epoch=grant.epoch, names=names, **options)
-        world.step = await world.resumption.run()
+        world.step = await world.rollback.resume(is_start=True)
         return world
 
     async def advance(self, count=1):
@@ -187,6 +187,11 @@ async def test_each_variant_of_a_version_is_its_published_weights_with_frozen_sc
     # Each step made one row outgrow its scale; all others are as they were.
     scales = [(await pull(core, tmp_path, "int8", version)).arena.view("a" + SCALE).copy() for version in (0, 8)]
     assert 0 < np.count_nonzero(scales[0] != scales[1]) < 10
+    # Damage in one variant gives a snapshot of the next version in each.
+    plan = await core.plan_pull(have_version=-1, have_root="", want_version=8, variant="int8")
+    await core.damage.put_aside(plan.payloads[0].digest, "its bytes on disk changed")
+    await world.advance()
+    assert (await pull(core, tmp_path, "int8", 9)).manifest.version == 9
 
 
 async def test_any_lag_of_a_variant_is_pulled_to_the_same_root_by_chain_and_by_merged_deltas(tmp_path):

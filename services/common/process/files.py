@@ -11,6 +11,7 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -72,10 +73,18 @@ def room(directory: Path) -> Iterator[None]:
     Raises DiskFull: no room is left."""
     try:
         yield
-    except OSError as error:
-        if error.errno in NO_ROOM:
+    except Exception as error:
+        if _number_of(error) in NO_ROOM:
             raise DiskFull(str(directory)) from error
         raise
+
+
+def _number_of(error: Exception) -> int | None:
+    """The system's number of an error; safetensors and tokenizers state it in words."""
+    if isinstance(error, OSError):
+        return error.errno
+    stated = re.search(r"\(os error (\d+)\)", str(error))
+    return int(stated[1]) if stated else None
 
 
 EVERY_HOST = ("0.0.0.0", "[::]")

@@ -55,7 +55,7 @@ async def test_copied_configuration_waits_while_the_first_learner_lives(coordina
     assert await asyncio.to_thread(backend.entered.wait, 30)
 
     api = FragileApi(coordinator)
-    second = asyncio.create_task(learn(_copy(tmp_path), api, stop=stop))
+    second = asyncio.create_task(learn(_copy(tmp_path, adopt_without_optimizer=True), api, stop=stop))
     await api.wait_for("acquire_lease", 3)
     backend.proceed.set()
     result = await first
@@ -114,16 +114,21 @@ def test_incarnation_is_made_anew_when_its_file_is_damaged(tmp_path, content):
     assert read_incarnation(tmp_path) == name
 
 
-async def test_optimizer_is_not_thrown_away_unasked(coordinator, tmp_path):
+@pytest.mark.parametrize("holder", ["", "other"])
+async def test_optimizer_is_not_thrown_away_unasked(coordinator, tmp_path, holder):
     await asyncio.gather(learn(learner_config(tmp_path), coordinator), fill(coordinator, 6))
-    backend = NumpyBackend()
+    grant = None
+    if holder:
+        grant = await coordinator.acquire_lease(holder=holder, contract=make_contract(), request_id="r")
 
     with pytest.raises(ConfigError, match="adopt_without_optimizer = true") as refused:
-        await learn(_copy(tmp_path, max_steps=4), coordinator, backend)
+        await learn(_copy(tmp_path, max_steps=4), coordinator)
 
     assert "version 3, step 3" in str(refused.value)
     refused_status = await coordinator.get_status()
-    assert refused_status.learner == "", "the next learner need not wait for this one"
+    assert refused_status.learner == holder, "it waits for no lease, and the next learner not for its own"
+    if grant:
+        await coordinator.release_lease(epoch=grant.epoch)
     # It began nothing, so no configuration has changed.
     assert changed_steps(refused_status.facts) == ()
     assert not (_copy(tmp_path).state_dir / RUN_FILE).exists()

@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from heterorl.common.errors import DiskFull
+from heterorl.common.errors import ConfigError, DiskFull
 
 _LOG = logging.getLogger(__name__)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -77,6 +77,18 @@ def room(directory: Path) -> Iterator[None]:
         if _number_of(error) in NO_ROOM:
             raise DiskFull(str(directory)) from error
         raise
+
+
+@contextlib.contextmanager
+def usable(key: str, directory: Path) -> Iterator[None]:
+    """A body that takes the directory that a key names.
+    Raises ConfigError: it cannot be used; DiskFull."""
+    try:
+        with room(directory):
+            yield
+    except OSError as error:
+        action = "name a directory that this user can write"
+        raise ConfigError(key, f"{directory} cannot be used: {error.strerror}", action=action) from error
 
 
 def _number_of(error: Exception) -> int | None:

@@ -95,7 +95,8 @@ def decide(
     if committed_version == head_version:
         return ResumePlan.CONTINUE, f"it is the head, version {head_version}"
     if is_in_lineage and anothers_version is not None:
-        return ResumePlan.ADOPT, f"it is version {committed_version}, another learner published {anothers_version}"
+        where = f"version {anothers_version} is of an epoch that this directory does not know"
+        return ResumePlan.ADOPT, f"it is version {committed_version}, {where}"
     if is_in_lineage:
         return ResumePlan.ROLL_BACK, f"it is version {committed_version}, the head is version {head_version}"
     return ResumePlan.SKIP, f"version {committed_version} was abandoned"

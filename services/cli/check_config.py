@@ -14,7 +14,7 @@ import typer
 import heterorl
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError, OperatorError
-from heterorl.common.identity.tls import ServerTlsConfig, TlsConfig, check_tls
+from heterorl.common.identity.tls import ServerTlsConfig, check_tls
 from heterorl.common.process.address import addresses
 from heterorl.common.process.config_file import Config, InvalidConfig, all_keys, flatten, load, read_tables
 from heterorl.common.types.common import amount
@@ -127,14 +127,30 @@ def check_link(service: Service, config: Any) -> None:
             check_tls(config.tls, key=key, address=each)
 
 
+def check_files(service: Service, config: Any) -> None:
+    """Refuse unusable files, and another node's; raises ConfigError."""
+    from heterorl.common.identity.credentials import MaterialFiles
+
+    if not config.tls.insecure:
+        found = MaterialFiles(config.tls).current().identity
+        site = getattr(config, "site", found.site)
+        if (found.role, found.site) != (service, site):
+            problem = f"names {found.uri}; this is a {service}" + (f" of site {site}" if site != found.site else "")
+            raise ConfigError("tls.cert", problem, action=f"name files of `heterorl certs issue {service} SITE`")
+
+
 def problems(
     service: Service, config: Any, *, is_loading: bool = True, say: Callable[[str], object] = lambda _: None
 ) -> Iterator[HeterorlError]:
     """Yield problems that prevent a start; `say` gets a line about prompts."""
     link = [*_problem(check_link, service, config)]
     yield from link
-    if is_loading and not config.tls.insecure and not link:
-        yield from _certificate_problems(config.tls)
+    if is_loading and not link:
+        yield from _problem(check_files, service, config)
+        if isinstance(config.tls, ServerTlsConfig) and config.tls.revoked:
+            from heterorl.common.identity.credentials import Revocations
+
+            yield from _problem(Revocations, Path(config.tls.revoked))
     if service == "sampler":
         from heterorl.common.evaluation.evaluation_sets import ignored_draws
 
@@ -181,15 +197,6 @@ def _problem(step: Callable[..., object], *arguments: object) -> Iterator[Hetero
         step(*arguments)
     except HeterorlError as error:
         yield error
-
-
-def _certificate_problems(tls: TlsConfig) -> Iterator[HeterorlError]:
-    """Read the files as a start does."""
-    from heterorl.common.identity.credentials import MaterialFiles, Revocations
-
-    yield from _problem(MaterialFiles, tls)
-    if isinstance(tls, ServerTlsConfig) and tls.revoked:
-        yield from _problem(Revocations, Path(tls.revoked))
 
 
 def _packages(service: str, config: Any) -> Iterator[tuple[str, str]]:

@@ -21,7 +21,15 @@ from rich.text import Text
 import heterorl
 from heterorl.cli.certs import app as certs
 from heterorl.cli.certs import join
-from heterorl.cli.check_config import ConfigOption, Service, SetOption, check_config, check_link, load_service
+from heterorl.cli.check_config import (
+    ConfigOption,
+    Service,
+    SetOption,
+    check_config,
+    check_files,
+    check_link,
+    load_service,
+)
 from heterorl.cli.connection import console_of
 from heterorl.cli.doctor import doctor
 from heterorl.cli.env import env
@@ -106,7 +114,8 @@ def _serve(
     check_link(service, loaded)
     logs.bind(**_who(service, loaded))
     if service not in ("coordinator", "relay"):
-        # Before torch is loaded: a missing directory is found in less time.
+        # Before torch is loaded: wrong files and a missing directory are found in less time.
+        check_files(service, loaded)
         check_model_dir(loaded.model_dir)
     module = importlib.import_module(f"heterorl.{service}.{service}_app")
     keep_freed_frames()

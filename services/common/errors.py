@@ -189,7 +189,8 @@ class DigestMismatch(RemoteError):
 class StaleEpoch(RemoteError):
     """A newer epoch replaced the caller's lease; its effects are refused."""
 
-    action = "start this learner again, unless another one is to go on"
+    action = "start this learner again: it waits for the other's lease"
+    exit_code = 1
     is_transient = False
 
 

@@ -124,7 +124,7 @@ class CoordinatorConfig(Config):
     mask_stale: bool = False
     """False: a group is as old as its oldest token. True: tokens beyond max_staleness_versions become context, and the
     youngest drawn token counts."""
-    max_policy_age_s: float = Field(default=7200.0, gt=0)
+    max_policy_age_s: float = Field(default=7200.0, gt=0, allow_inf_nan=False)
     """Largest age of a group's policy since the next version came, when the group arrives and when the learner gets it.
     Samplers whose `[delay]` is longer there and back are refused."""
     max_outstanding_groups: int = Field(default=0, ge=0)
@@ -187,9 +187,9 @@ class CoordinatorConfig(Config):
     operators."""
     site_concurrent_rpcs: int = Field(default=32, ge=1)
     """Concurrent calls of one certificate."""
-    learner_lease_s: float = Field(default=10.0, gt=0)
+    learner_lease_s: float = Field(default=10.0, ge=0.3, allow_inf_nan=False)
     """How long a silent learner keeps its lease."""
-    work_lease_s: float = Field(default=120.0, gt=0)
+    work_lease_s: float = Field(default=120.0, ge=1, allow_inf_nan=False)
     """Time that a site has for an assignment, besides its work_ahead_s, its delay and task.trajectory_s. Set it above
     generation plus transfer."""
     max_work_ahead_s: float = Field(default=3600.0, ge=0, allow_inf_nan=False)

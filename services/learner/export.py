@@ -6,7 +6,6 @@ The published weights are held in memory once; transformers names, splits and wr
 import functools
 import json
 import os
-import re
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -16,7 +15,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import split_torch_state_dict_into_shards
-from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import nn
 
@@ -142,7 +140,7 @@ def export_model(
             read = functools.partial(tensors.read_tensor, source.pull(layout))
         dtype = dtype or tensors.main_type(layout)
         out_dtype = tensors.TORCH_DTYPE[dtype]
-        with appearing(out_dir) as directory, _system_errors():
+        with appearing(out_dir) as directory:
             if adapter_only:
                 _write_adapter(directory, model, lora, dtype=out_dtype, model_dir=str(model_dir))
             else:
@@ -162,18 +160,6 @@ def _check_shard_size(max_shard_size: str) -> None:
         split_torch_state_dict_into_shards({}, max_shard_size=max_shard_size)
     except ValueError as error:
         raise ConfigError("max_shard_size", str(error), action='give a number and a unit, such as "5GB"') from error
-
-
-@contextmanager
-def _system_errors() -> Iterator[None]:
-    """A body whose errors of safetensors that the system made become OSError."""
-    try:
-        yield
-    except SafetensorError as error:
-        number = re.search(r"os error (\d+)", str(error))
-        if number is None:
-            raise
-        raise OSError(int(number[1]), str(error)) from error
 
 
 def _check_place(out_dir: Path) -> None:

@@ -26,7 +26,6 @@ from heterorl.common.identity.spiffe import site_of
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
-from heterorl.common.process.files import make_directory
 from heterorl.common.process.threads import in_thread, num_threads
 from heterorl.common.pull.puller import TrustedPuller
 from heterorl.common.rpc.client import CoordinatorClient
@@ -42,7 +41,7 @@ from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import PublishedVersions
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
-from heterorl.learner.run.state_directory import read_epochs
+from heterorl.learner.run.state_directory import hold_directory, read_epochs
 from heterorl.learner.run.training_run import TrainingRun
 from heterorl.learner.sample_notes import NoteReader
 from heterorl.learner.step_metrics import BusyTime, StepTimer, observe_start
@@ -56,13 +55,14 @@ async def main(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv |
     `rank_env` is rank 0's, where a launcher has started the processes.
     """
     async with notify.running() as process:
-        parts = await in_thread(assemble, config, num_ranks=num_ranks, rank_env=rank_env)
+        # Held meanwhile: what is wrong with it is told before the model is loaded.
+        with hold_directory(config.state_dir):
+            parts = await in_thread(assemble, config, num_ranks=num_ranks, rank_env=rank_env)
         await _train(config, parts, process)
     return 0
 
 
 async def _train(config: LearnerConfig, parts: Parts, process: notify.Process) -> None:
-    make_directory(config.state_dir)
     metrics.watch_disk(config.state_dir)
     observe_start()
     tracing.start(config.tracing, service="learner", name=config.holder)

@@ -39,7 +39,8 @@ class EvaluationConfig(Config):
 
 
 class LearnerConfig(ContractConfig):
-    """The learner of one run; a second may wait for its lease."""
+    """The learner of one run; a second may wait for its lease.
+    It can continue only with a copy of the first one's `state_dir`."""
 
     run_id: str = Field(default="run", pattern=r"^[A-Za-z0-9._-]{1,64}$")
     """Name of the run, equal at coordinator and learner."""

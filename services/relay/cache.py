@@ -19,7 +19,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.files import make_directory, sync_directory, try_lock
+from heterorl.common.process.files import make_directory, sync_directory, try_lock, usable
 from heterorl.common.process.metrics import RELAY_CACHE_BYTES
 from heterorl.common.types.common import Digest, file_name, is_digest
 
@@ -40,7 +40,7 @@ class CacheDirectory:
         # Longest unused first.
         self._sizes: OrderedDict[Digest, int] = OrderedDict()
         self._arriving: dict[Digest, int] = {}
-        try:
+        with usable("cache_dir", directory):
             for path in (self._payloads, self.incoming):
                 make_directory(path, mode=0o700)
             self._lock = (directory / "lock").open("ab")
@@ -48,9 +48,6 @@ class CacheDirectory:
                 self._lock.close()
                 raise ConfigError("cache_dir", f"another process uses {directory}", action="give each relay its own")
             self._index()
-        except OSError as error:
-            action = "name a directory that the relay's user can write"
-            raise ConfigError("cache_dir", f"{directory} cannot be used: {error.strerror}", action=action) from error
 
     def close(self) -> None:
         self._lock.close()

@@ -34,7 +34,7 @@ async def test_zombie_learner_has_no_effect_after_another_took_over(tmp_path):
         finally:
             cluster.stop()
 
-    assert zombie.returncode == 2
+    assert zombie.returncode == 1
     assert "superseded" in (tmp_path / "logs" / "learner.log").read_text()
     connection = cluster.database()
     epochs = [epoch for (epoch,) in connection.execute("SELECT epoch FROM versions ORDER BY version")]

@@ -3,6 +3,7 @@
 import asyncio
 import datetime
 import os
+import re
 import shutil
 import socket
 import ssl
@@ -18,6 +19,7 @@ from heterorl.certs.authority import Pair, make_authority
 from heterorl.common.errors import ConfigError, PermissionDenied, Unauthenticated, Unreachable
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.rpc import calls
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.channel import stubs_of
 from heterorl.common.rpc.client import CoordinatorClient
@@ -213,7 +215,8 @@ async def test_damaged_or_missing_list_takes_no_revocation_back(secure):
     assert len(await secure.run.lease(1)) == 1
 
 
-async def test_certificate_that_expires_on_an_open_link_is_refused_and_worth_repeating(secure):
+async def test_certificate_that_expires_on_an_open_link_is_refused_and_worth_repeating(secure, monkeypatch, caplog):
+    monkeypatch.setattr(calls, "SAY_AFTER_S", 0.0)
     watch = secure.sampler.watch_head(after_version=-1)
     await anext(watch)
     secure.ahead_s = 2 * 86400.0
@@ -221,6 +224,7 @@ async def test_certificate_that_expires_on_an_open_link_is_refused_and_worth_rep
     with pytest.raises(Unauthenticated, match="expired") as refused:
         await secure.run.lease(1)
     assert refused.value.retry_after_s > 0
+    assert re.search("has refused this node for 0 s, retrying: the certificate of .* has expired", caplog.text)
     await _publish_at(secure, 0.0)
     secure.ahead_s = 2 * 86400.0
     with pytest.raises(Unauthenticated, match="expired"):

@@ -99,7 +99,7 @@ def check_and_score(
         (directory / "revoked").touch()
         settings += [f"data_dir={directory / 'data'}", f"tls.revoked={directory / 'revoked'}"]
     else:
-        settings += [f"state_dir={directory / 'state'}"]
+        settings += [f"state_dir={directory / 'state'}", *["site=site-1"] * (service == "sampler")]
     return subprocess.run(
         [str(python), "-P", str(script), service, str(config), *settings],
         cwd=directory, capture_output=True, text=True, check=False,

@@ -22,6 +22,7 @@ from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.model.model_loading import BUILDING, load_pretrained
 from heterorl.common.model.tensors import store
+from heterorl.common.process.files import room
 from heterorl.common.tasks.task import Task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.prompter import Prompter
@@ -121,7 +122,7 @@ def warm_start(options: WarmStart, *, cache: Path, device: str = "cpu") -> tuple
         return directory, float(record["accuracy"])
     cache.mkdir(parents=True, exist_ok=True)
     # A temporary directory: two processes may train at once, and either may be interrupted.
-    with tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=cache) as name:
+    with room(cache), tempfile.TemporaryDirectory(prefix=f".{directory.name}.", dir=cache) as name:
         temporary = Path(name) / "model"
         prompt = options.build_task().prompt(0)
         write_tiny_model(

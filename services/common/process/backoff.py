@@ -16,7 +16,15 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from heterorl.common.errors import Draining, LeaseHeld, QuotaExceeded, RemoteError, StoreFull, Unreachable
+from heterorl.common.errors import (
+    Draining,
+    LeaseHeld,
+    QuotaExceeded,
+    RemoteError,
+    StoreFull,
+    Unauthenticated,
+    Unreachable,
+)
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import MAX_ASKED_S, peer_seconds
 
@@ -41,8 +49,8 @@ def is_transient(error: Exception) -> bool:
 
 
 def log_level(error: Exception) -> int:
-    """Level of a failed call: the link logs a silent coordinator itself."""
-    return logging.DEBUG if isinstance(error, Unreachable) else logging.INFO
+    """Level of a failed call: the link logs silence and refused certificates."""
+    return logging.DEBUG if isinstance(error, Unreachable | Unauthenticated) else logging.INFO
 
 
 @dataclass(slots=True, kw_only=True)

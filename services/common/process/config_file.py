@@ -173,7 +173,10 @@ def _words(entry: Any, key: str) -> str:
         return f"{given} is none of {expected}" + (f"; did you mean {near[0]}?" if near else "")
     if kind in _BOUNDS:
         word, bound = _BOUNDS[kind]
-        return f"must be {word} {context[bound]:g}, is {given}"
+        least_or_most = context[bound]
+        # `g` alone writes 1048576 as 1.04858e+06.
+        text = f"{least_or_most:.0f}" if float(least_or_most).is_integer() else f"{least_or_most:g}"
+        return f"must be {word} {text}, is {given}"
     wanted = _TYPES.get(kind.removesuffix("_type").removesuffix("_parsing").removesuffix("_from_float"))
     if wanted:
         return f"must be {wanted}, is {given}"

@@ -11,12 +11,13 @@ import errno
 import fcntl
 import logging
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
 
-from heterorl.common.errors import DiskFull
+from heterorl.common.errors import ConfigError, DiskFull
 
 _LOG = logging.getLogger(__name__)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -72,10 +73,30 @@ def room(directory: Path) -> Iterator[None]:
     Raises DiskFull: no room is left."""
     try:
         yield
-    except OSError as error:
-        if error.errno in NO_ROOM:
+    except Exception as error:
+        if _number_of(error) in NO_ROOM:
             raise DiskFull(str(directory)) from error
         raise
+
+
+@contextlib.contextmanager
+def usable(key: str, directory: Path) -> Iterator[None]:
+    """A body that takes the directory that a key names.
+    Raises ConfigError: it cannot be used; DiskFull."""
+    try:
+        with room(directory):
+            yield
+    except OSError as error:
+        action = "name a directory that this user can write"
+        raise ConfigError(key, f"{directory} cannot be used: {error.strerror}", action=action) from error
+
+
+def _number_of(error: Exception) -> int | None:
+    """The system's number of an error; safetensors and tokenizers state it in words."""
+    if isinstance(error, OSError):
+        return error.errno
+    stated = re.search(r"\(os error (\d+)\)", str(error))
+    return int(stated[1]) if stated else None
 
 
 EVERY_HOST = ("0.0.0.0", "[::]")

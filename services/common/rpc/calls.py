@@ -17,7 +17,14 @@ from typing import Any, Self, TypeVar
 import grpc.aio
 from google.protobuf.message_factory import GetMessageClass
 
-from heterorl.common.errors import HeterorlError, InvalidRequest, MalformedPayload, RemoteError, Unreachable
+from heterorl.common.errors import (
+    HeterorlError,
+    InvalidRequest,
+    MalformedPayload,
+    RemoteError,
+    Unauthenticated,
+    Unreachable,
+)
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock, SystemClock
@@ -42,7 +49,7 @@ LAST_EVERY_S = 600.0
 
 
 class Outage:
-    """Logs the peer's silence, ever more rarely, and its next answer.
+    """Logs the peer's silence or refusal, ever more rarely, and its end.
 
     All calls over the channel report to it.
     """
@@ -58,6 +65,13 @@ class Outage:
 
     def failed(self, problem: str) -> None:
         self._note(problem, since=self._clock.monotonic())
+
+    def refused(self, refusal: HeterorlError) -> None:
+        """Note a typed refusal, an answer unless it is the certificate's."""
+        if isinstance(refusal, Unauthenticated) and refusal.is_transient:
+            self._note(str(refusal), since=self._clock.monotonic(), what="has refused this node")
+        else:
+            self.answered()
 
     def answered(self) -> None:
         now = self._clock.monotonic()
@@ -79,15 +93,15 @@ class Outage:
         if now - self._answered_at >= SILENT_S:
             self._note(f"{name} has no answer for {SILENT_S:g} s", since=now - SILENT_S)
 
-    def _note(self, problem: str, *, since: float) -> None:
+    def _note(self, problem: str, *, since: float, what: str = "has not answered") -> None:
         now = self._clock.monotonic()
         if self._since is None:
             self._since, self._say_at = since, since + SAY_AFTER_S
         if now < self._say_at:
             return
         _LOG.warning(
-            "the coordinator at %s has not answered for %.0f s, retrying: %s",
-            self._address, now - self._since, peer_words(problem),
+            "the coordinator at %s %s for %.0f s, retrying: %s",
+            self._address, what, now - self._since, peer_words(problem),
         )  # fmt: skip
         self._is_said = True
         self._say_at = now + self._every_s
@@ -134,7 +148,7 @@ async def call_with_retries(
         except grpc.aio.AioRpcError as error:
             typed = from_rpc_error(error)
             if typed is not None and outage is not None:
-                outage.answered()
+                outage.refused(typed)
             if typed is not None and not _is_brief(typed):
                 raise typed from error
             problem = f"{error.code().name}: {error.details()}"
@@ -245,6 +259,8 @@ class Calls:
             failure = typed(name, error)
             if isinstance(failure, Unreachable):
                 self._outage.failed(failure.args[0])
+            else:
+                self._outage.refused(failure)
             raise failure from error
 
 

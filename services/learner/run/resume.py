@@ -39,7 +39,7 @@ from heterorl.common.errors import (
     UnknownVersion,
 )
 from heterorl.common.process.threads import in_thread
-from heterorl.common.types.policy import NO_VERSION
+from heterorl.common.types.policy import NO_VERSION, Manifest
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of, read_snapshot
@@ -95,7 +95,8 @@ def decide(
     if committed_version == head_version:
         return ResumePlan.CONTINUE, f"it is the head, version {head_version}"
     if is_in_lineage and anothers_version is not None:
-        return ResumePlan.ADOPT, f"it is version {committed_version}, another learner published {anothers_version}"
+        where = f"version {anothers_version} is of an epoch that this directory does not know"
+        return ResumePlan.ADOPT, f"it is version {committed_version}, {where}"
     if is_in_lineage:
         return ResumePlan.ROLL_BACK, f"it is version {committed_version}, the head is version {head_version}"
     return ResumePlan.SKIP, f"version {committed_version} was abandoned"
@@ -112,6 +113,18 @@ def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, 
             action="restore the coordinator's data_dir, or choose another state_dir for a new run",
         )
     return ResumePlan.START
+
+
+def no_checkpoint(state_dir: Path, head: Manifest, *, back: str = "") -> ConfigError:
+    """The error of a learner that has only the published weights of a run with steps."""
+    run = f"run {head.run_id}, which stands at version {head.version}"
+    return ConfigError(
+        "adopt_without_optimizer",
+        f"{state_dir} has no usable checkpoint of {run}, step {head.step}: going on from its published weights discards"
+        " the optimizer's state",
+        action="start the learner that trained it, or this one with that one's state_dir; where that is lost,"
+        f" set adopt_without_optimizer = true for one start{back}",
+    )
 
 
 @dataclass(slots=True, kw_only=True)
@@ -369,14 +382,7 @@ class Resumption:
         if step and not self.adopt_without_optimizer:
             epochs = self.state_dir / EPOCHS_FILE
             back = "" if instead_of is None else f", or remove {epochs} to go back to {instead_of}"
-            run = f"run {self.publisher.run_id}, which stands at version {head}"
-            raise ConfigError(
-                "adopt_without_optimizer",
-                f"{self.state_dir} has no usable checkpoint of {run}, step {step}: going on from its published weights"
-                " discards the optimizer's state",
-                action="start the learner that trained it, or this one with that one's state_dir; where that is lost,"
-                f" set adopt_without_optimizer = true for one start{back}",
-            )
+            raise no_checkpoint(self.state_dir, manifest_from_bytes(data), back=back)
         _LOG.warning(
             "VERSION %d HAS NO USABLE CHECKPOINT: its published weights become the masters; the optimizer is new", head
         )

@@ -27,7 +27,7 @@ from heterorl.common.errors import ConfigError, RemoteError, StaleEpoch
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.config_file import flatten
-from heterorl.common.process.files import make_directory, replacing, room, try_lock
+from heterorl.common.process.files import make_directory, replacing, room, try_lock, usable
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.types.run import facts_of
 from heterorl.learner.learner_config import LearnerConfig
@@ -45,9 +45,11 @@ RENEWALS_PER_TERM = 3
 @contextlib.contextmanager
 def hold_directory(path: Path) -> Iterator[Path]:
     """Create the directory and hold its lock until the process ends.
-    Raises ConfigError if another process holds it."""
-    make_directory(path)
-    with (path / "lock").open("w") as file:
+    Raises ConfigError if it cannot be used or another process holds it, DiskFull."""
+    with usable("state_dir", path):
+        make_directory(path)
+        file = (path / "lock").open("w")
+    with file:
         if not try_lock(file):
             raise ConfigError("state_dir", f"{path} is used by another learner", action="stop it first")
         yield path

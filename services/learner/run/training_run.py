@@ -1,13 +1,15 @@
 """One learner's run: lease, renewal, training loops, rollbacks, result."""
 
 import asyncio
+import contextlib
+import functools
 import logging
 import secrets
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from heterorl.common.api import LearnerApi
-from heterorl.common.errors import ConfigError, RemoteError, RunFinished, StaleEpoch
+from heterorl.common.errors import ConfigError, LeaseHeld, RemoteError, RunFinished, StaleEpoch
 from heterorl.common.model.router_replay import routing_shape
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
@@ -15,13 +17,16 @@ from heterorl.common.process.threads import cause_of, in_thread
 from heterorl.common.types.common import Contract
 from heterorl.common.types.policy import NO_VERSION, LeaseGrant, version_words
 from heterorl.common.types.run import step_words
+from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.learner.backends.train_backend import TrainBackend
 from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.checks.verifier import Limits, Verifier
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.learner_config import LearnerConfig
+from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.run.inbox import Inbox, feed
+from heterorl.learner.run.resume import no_checkpoint
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.state_directory import (
     check_groups,
@@ -129,17 +134,17 @@ class TrainingRun:
         incarnation = await in_thread(read_incarnation, self.config.state_dir)
         # One id a process: a repeated request is one request.
         request_id = secrets.token_hex(8)
-        grant = await self.backoff().retry(
-            lambda: self.api.acquire_lease(
-                holder=self.config.holder,
-                contract=self.contract,
-                request_id=request_id,
-                variants=self.config.variants,
-                incarnation=incarnation,
-                groups_per_version=groups_per_version,
-                statement=self.statement,
-            )
+        ask = functools.partial(
+            self.api.acquire_lease,
+            holder=self.config.holder,
+            contract=self.contract,
+            request_id=request_id,
+            variants=self.config.variants,
+            incarnation=incarnation,
+            groups_per_version=groups_per_version,
+            statement=self.statement,
         )
+        grant = await self.backoff().retry(functools.partial(self._acquire, ask))
         _LOG.info("the learner holds the lease of epoch %d, at %s", grant.epoch, version_words(grant.head_version))
         self.result = replace(self.result, version=grant.head_version)
         try:
@@ -169,6 +174,22 @@ class TrainingRun:
                 await self.release(grant)
             raise
         await self.release(grant)
+
+    async def _acquire(self, ask: Callable[[], Awaitable[LeaseGrant]]) -> LeaseGrant:
+        """Ask for the lease; refuses to wait for one under which it could not go on."""
+        try:
+            return await ask()
+        except LeaseHeld:
+            directory = self.config.state_dir
+            paths = await in_thread(lambda: CheckpointStore(directory / "checkpoints").paths())
+            if not (paths or self.config.adopt_without_optimizer):
+                # No version is there yet, or no answer: it waits.
+                with contextlib.suppress(RemoteError):
+                    plan = await self.api.plan_pull(have_version=NO_VERSION, have_root="", want_version=NO_VERSION)
+                    head = manifest_from_bytes(plan.manifests[-1])
+                    if head.step:
+                        raise no_checkpoint(directory, head) from None
+            raise
 
     def _check(self, grant: LeaseGrant) -> None:
         check_messages(grant, own_bytes=self.config.max_message_bytes)

@@ -30,7 +30,7 @@ import xxhash
 
 from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, HeterorlError, MalformedPayload
 from heterorl.common.process import metrics
-from heterorl.common.process.files import make_directory, sync_directory, try_lock
+from heterorl.common.process.files import make_directory, sync_directory, try_lock, usable
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, SealedGroup
 from heterorl.common.wire.sealed_groups import read_sealed, seal
@@ -69,8 +69,9 @@ class Outbox:
     """SQLite file of a site; without `site`, its owner stays."""
 
     def __init__(self, directory: Path, *, site: str = "") -> None:
-        make_directory(directory)
-        self._lock_file = lock_outbox(directory / "lock")
+        with usable("state_dir", directory):
+            make_directory(directory)
+            self._lock_file = lock_outbox(directory / "lock")
         self._mutex = threading.Lock()
         self._path = directory / NAME
         self._spooled: dict[int, float] = {}

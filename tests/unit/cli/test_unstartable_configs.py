@@ -5,10 +5,11 @@ import json
 
 import pytest
 
-from heterorl.cli import check_config
+from heterorl.cli import check_config, main
 from heterorl.cli.check_config import load_service, problems
 from heterorl.common.errors import ConfigError
 from heterorl.common.model.contract import LoraConfig, SamplingConfig
+from heterorl.common.process import logs
 from heterorl.common.process.config_file import InvalidConfig
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.loss.loss_config import CustomLossConfig
@@ -163,10 +164,21 @@ def test_certificates_that_no_start_takes_are_a_problem_of_their_key(service, tm
         if serves:
             files["revoked"] = str(certificates.authority.revoked_path)
         keys = {f"tls.{key}": str(path) for key, path in {**files, **changes}.items()}
-        config = load_service(service, None, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
+        if service == "sampler":
+            keys["site"] = SITES[service]
+        overrides = [f"{key}={json.dumps(value)}" for key, value in keys.items()]
+        config = load_service(service, None, overrides)
         checked = itertools.takewhile(lambda error: str(error).startswith("tls."), problems(service, config))
-        return [str(error).partition(" (")[0] for error in checked]
+        problems_of_tls = [str(error).partition(" (")[0] for error in checked]
+        if problems_of_tls and not serves:
+            # Its model is found missing after them, and torch is not loaded.
+            with pytest.raises(ConfigError) as refused:
+                main._serve(service, None, [*overrides, "model_dir=/nothing"], "console")
+            assert str(refused.value).startswith(problems_of_tls[0])
+        return problems_of_tls
 
+    for name in ("configure", "bind"):
+        monkeypatch.setattr(logs, name, lambda **_: None)
     other = certificates.node("operator", "me")
     expired = certificates.odd(uris=[f"spiffe://run/site/eu-1/role/{service}"], end=-DAY / 2)
     (tmp_path / "old.crt").write_bytes(expired.cert)
@@ -177,6 +189,10 @@ def test_certificates_that_no_start_takes_are_a_problem_of_their_key(service, tm
     assert found(cert=tmp_path / "no.crt") == [f"tls.cert: cannot read {tmp_path}/no.crt: No such file or directory"]
     assert found(ca=tmp_path / "list")[0].startswith("tls.ca: holds no PEM certificate")
     assert found(key=other / "node.key") == ["tls.key: is not the key of tls.cert"]
+    assert found(cert=other / "node.crt", key=other / "node.key") == [
+        f"tls.cert: names spiffe://run/site/me/role/operator; this is a {service}"
+        + " of site eu-1" * (service == "sampler")
+    ]
     (problem,) = found(cert=tmp_path / "old.crt", key=tmp_path / "old.key")
     assert problem.startswith("tls.cert: ")
     assert "expired" in problem

@@ -1,6 +1,7 @@
 """What a heartbeat's refusals mean for the process."""
 
 import asyncio
+import logging
 import random
 from dataclasses import replace
 from types import SimpleNamespace
@@ -121,7 +122,8 @@ async def test_sampler_that_is_refused_for_good_ends_also_before_its_first_versi
         InvalidRequest("problem: a field that this release writes otherwise"),
     ],
 )
-async def test_heartbeat_that_fails_otherwise_is_forgotten(outbox, tmp_path, error):
+async def test_heartbeat_that_fails_otherwise_is_forgotten(outbox, tmp_path, caplog, error):
+    caplog.set_level(logging.INFO)
     api = Refusing(error)
     beating = asyncio.create_task(session_of(api, outbox, tmp_path).beat(lambda: REPORT))
     await api.enough.wait()
@@ -129,3 +131,5 @@ async def test_heartbeat_that_fails_otherwise_is_forgotten(outbox, tmp_path, err
     assert not beating.done()
     beating.cancel()
     await asyncio.wait([beating])
+    is_the_links = isinstance(error, Unauthenticated | Unreachable)
+    assert ("the heartbeat failed" in caplog.text) != is_the_links, "the link says it once, then rarely"

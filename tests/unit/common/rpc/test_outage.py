@@ -6,7 +6,7 @@ import logging
 
 import pytest
 
-from heterorl.common.errors import Unreachable
+from heterorl.common.errors import Unauthenticated, Unreachable
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc import calls
 from heterorl.common.rpc.calls import Outage, RetryPolicy
@@ -18,14 +18,27 @@ def said(caplog):
     return [record.getMessage() for record in caplog.records if record.name == "heterorl.common.rpc.calls"]
 
 
-def test_outage_is_said_soon_then_ever_more_rarely_and_once_when_it_ends(caplog):
+@pytest.mark.parametrize(
+    ("note", "words"),
+    [
+        (
+            lambda outage: outage.failed("Register: UNAVAILABLE:\nconnection refused"),
+            "has not answered for 2 s, retrying: Register: UNAVAIL",
+        ),
+        (
+            lambda outage: outage.refused(Unauthenticated("the certificate has expired", retry_after_s=5.0)),
+            "has refused this node for 2 s, retrying: the certificate has expired (give this node",
+        ),
+    ],
+)
+def test_outage_is_said_soon_then_ever_more_rarely_and_once_when_it_ends(caplog, note, words):
     caplog.set_level(logging.INFO)
     clock = ManualClock()
     outage = Outage("host:1", clock=clock)
     times = []
     for _ in range(6 * 3600):
         before = len(said(caplog))
-        outage.failed("Register: UNAVAILABLE:\nconnection refused")
+        note(outage)
         if len(said(caplog)) > before:
             times.append(clock.monotonic() - 1000.0)
         clock.advance(1.0)
@@ -34,7 +47,7 @@ def test_outage_is_said_soon_then_ever_more_rarely_and_once_when_it_ends(caplog)
     assert times[:6] == [2, 12, 32, 72, 152, 312]
     assert max(later - sooner for sooner, later in itertools.pairwise(times)) == 600
     assert len(times) < 50
-    assert said(caplog)[0].startswith("the coordinator at host:1 has not answered for 2 s, retrying: Register: UNAVAIL")
+    assert said(caplog)[0].startswith(f"the coordinator at host:1 {words}")
     assert "\n" not in said(caplog)[0]
     assert said(caplog)[-1] == "the coordinator at host:1 answers again, after 21600 s"
 

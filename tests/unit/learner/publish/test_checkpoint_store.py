@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors import SafetensorError
 
 from heterorl.common.errors import CorruptStore, DiskFull
 from heterorl.common.types.common import SiteId
@@ -117,12 +118,18 @@ def test_interrupted_write_leaves_no_checkpoint_and_the_old_one(tmp_path):
     read_checkpoint(write(store, 2, backend))
 
 
-def test_full_disk_is_the_operators_and_leaves_the_old_checkpoint(tmp_path):
+NO_SPACE = os.strerror(errno.ENOSPC)
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(errno.ENOSPC, NO_SPACE), SafetensorError(f"I/O error: {NO_SPACE} (os error {errno.ENOSPC})")]
+)
+def test_full_disk_is_the_operators_and_leaves_the_old_checkpoint(tmp_path, error):
     store, backend = CheckpointStore(tmp_path), NumpyBackend()
     write(store, 1)
 
     def fail(_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        raise error
 
     backend.on_save = fail
     with pytest.raises(DiskFull):

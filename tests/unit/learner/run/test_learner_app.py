@@ -399,9 +399,10 @@ async def test_learner_has_no_effect_when_its_epoch_is_over(coordinator, tmp_pat
     )
     proceed.set()
 
-    with pytest.raises(StaleEpoch):
+    with pytest.raises(StaleEpoch) as superseded:
         await running
 
+    assert superseded.value.exit_code == 1, "its service manager starts it, and it waits for the lease"
     status = await coordinator.get_status()
     assert (status.head_version, status.epoch) == (0, grant.epoch)
     assert (status.ledger.consumed, status.ledger.pending) == (0, QUEUE)

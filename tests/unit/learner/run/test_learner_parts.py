@@ -272,6 +272,14 @@ def test_state_directory_has_one_holder_at_a_time(tmp_path):
         pass
 
 
+async def test_state_directory_that_cannot_be_made_is_told_before_the_model_is_loaded(tmp_path):
+    (tmp_path / "file").touch()
+    config = LearnerConfig(state_dir=tmp_path / "file" / "a", model_dir=str(tmp_path / "none"))
+
+    with pytest.raises(ConfigError, match="state_dir: .*file/a cannot be used: File exists"):
+        await learner_app.main(config)
+
+
 def test_learner_configuration_has_defaults_and_refuses_a_cap_below_the_base():
     assert LearnerConfig().loss.kind == "gepo"
     with pytest.raises(ValueError, match="retry_cap_s"):

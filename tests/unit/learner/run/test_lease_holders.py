@@ -1,6 +1,7 @@
 """Who has the run's lease: a live learner keeps it, a restart has it back at once, and no optimizer is lost by mistake."""
 
 import asyncio
+import logging
 import shutil
 import threading
 
@@ -55,7 +56,7 @@ async def test_copied_configuration_waits_while_the_first_learner_lives(coordina
     assert await asyncio.to_thread(backend.entered.wait, 30)
 
     api = FragileApi(coordinator)
-    second = asyncio.create_task(learn(_copy(tmp_path), api, stop=stop))
+    second = asyncio.create_task(learn(_copy(tmp_path, adopt_without_optimizer=True), api, stop=stop))
     await api.wait_for("acquire_lease", 3)
     backend.proceed.set()
     result = await first
@@ -114,16 +115,21 @@ def test_incarnation_is_made_anew_when_its_file_is_damaged(tmp_path, content):
     assert read_incarnation(tmp_path) == name
 
 
-async def test_optimizer_is_not_thrown_away_unasked(coordinator, tmp_path):
+@pytest.mark.parametrize("holder", ["", "other"])
+async def test_optimizer_is_not_thrown_away_unasked(coordinator, tmp_path, holder):
     await asyncio.gather(learn(learner_config(tmp_path), coordinator), fill(coordinator, 6))
-    backend = NumpyBackend()
+    grant = None
+    if holder:
+        grant = await coordinator.acquire_lease(holder=holder, contract=make_contract(), request_id="r")
 
     with pytest.raises(ConfigError, match="adopt_without_optimizer = true") as refused:
-        await learn(_copy(tmp_path, max_steps=4), coordinator, backend)
+        await learn(_copy(tmp_path, max_steps=4), coordinator)
 
     assert "version 3, step 3" in str(refused.value)
     refused_status = await coordinator.get_status()
-    assert refused_status.learner == "", "the next learner need not wait for this one"
+    assert refused_status.learner == holder, "it waits for no lease, and the next learner not for its own"
+    if grant:
+        await coordinator.release_lease(epoch=grant.epoch)
     # It began nothing, so no configuration has changed.
     assert changed_steps(refused_status.facts) == ()
     assert not (_copy(tmp_path).state_dir / RUN_FILE).exists()
@@ -141,10 +147,12 @@ async def test_first_learner_that_returns_abandons_no_version_of_the_second(coor
     await asyncio.gather(learn(config, coordinator), fill(coordinator, 4, incarnation="later"))
     assert (await coordinator.get_status()).head_version == 4
 
+    caplog.set_level(logging.INFO)
     # Its newest checkpoint is version 2, which both share.
     with pytest.raises(ConfigError, match="adopt_without_optimizer = true") as refused:
         await learn(learner_config(tmp_path, max_steps=2), coordinator)
     assert f"remove {tmp_path / 'learner' / 'epochs'} to go back to 2" in str(refused.value.action)
+    assert "version 4 is of an epoch that this directory does not know" in caplog.text
     assert (await coordinator.get_status()).head_version == 4
 
     config = learner_config(tmp_path, max_steps=6, checkpoint_every_versions=9, adopt_without_optimizer=True)
@@ -157,6 +165,27 @@ async def test_first_learner_that_returns_abandons_no_version_of_the_second(coor
 
     assert (result.step, result.version, result.is_finished) == (6, 6, True)
     assert "ROLLS BACK" not in caplog.text
+
+
+async def test_copy_made_before_a_restart_continues_without_its_epochs(coordinator, tmp_path, caplog):
+    copy = _copy(tmp_path, max_steps=5)
+    await asyncio.gather(learn(learner_config(tmp_path, max_steps=2), coordinator), fill(coordinator, 4))
+    shutil.copytree(tmp_path / "learner", copy.state_dir)
+    await asyncio.gather(
+        learn(learner_config(tmp_path, max_steps=4), coordinator), fill(coordinator, 4, incarnation="later")
+    )
+
+    with pytest.raises(ConfigError, match="remove .*epochs to go back to 2"):
+        await learn(copy, coordinator)
+    (copy.state_dir / "epochs").unlink()
+    api = FragileApi(coordinator)
+    running = asyncio.create_task(learn(copy, api))
+    # Groups of the versions that it abandons are dropped.
+    await api.wait_for("publish_version", 1)
+    await fill(coordinator, 6, incarnation="last")
+
+    assert (await running).is_finished
+    assert "ROLLS BACK from version 4 to version 2" in caplog.text
 
 
 async def test_run_without_a_step_may_be_taken_over(coordinator, tmp_path):

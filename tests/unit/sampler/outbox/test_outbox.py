@@ -116,6 +116,13 @@ def test_file_that_cannot_be_opened_for_want_of_something_stays_where_it_is(tmp_
     assert not (tmp_path / "set-aside").exists()
 
 
+def test_directory_that_cannot_be_made_is_the_operators(tmp_path):
+    (tmp_path / "file").touch()
+
+    with pytest.raises(ConfigError, match="state_dir: .*file/eu cannot be used: File exists"):
+        Outbox(tmp_path / "file" / "eu")
+
+
 def test_spool_that_cannot_be_durable_is_refused(tmp_path, monkeypatch):
     connect = sqlite3.connect
     monkeypatch.setattr(sqlite3, "connect", lambda _, **options: connect(":memory:", **options))

@@ -98,7 +98,7 @@ def test_rows_state_default_bounds_unit_and_kinds():
     rows = {line.split(" | ")[0]: line for line in reversed(text.splitlines()) if line.startswith("| `")}
 
     assert "| `port` |" not in text
-    assert rows["| `learner_lease_s`"].startswith("| `learner_lease_s` | `10.0` | > 0 | ")
+    assert rows["| `learner_lease_s`"].startswith("| `learner_lease_s` | `10.0` | >= 0.3 | ")
     assert "| [0, 4096] |" in rows["| `metrics_nodes`"]
     assert "| >= 0 nats |" in rows["| `canary_threshold`"]
     assert "`0.28` (`dapo`, `bnpo`)" in rows["| `eps_high`"]

@@ -92,7 +92,7 @@ def usable(key: str, directory: Path) -> Iterator[None]:
 
 
 def _number_of(error: Exception) -> int | None:
-    """The system's number of an error; safetensors and tokenizers state it in words."""
+    """The system's number of an error; safetensors states it in words."""
     if isinstance(error, OSError):
         return error.errno
     stated = re.search(r"\(os error (\d+)\)", str(error))

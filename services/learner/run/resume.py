@@ -116,7 +116,7 @@ def decide_without(*, head_version: int, num_checkpoints: int, state_dir: Path, 
 
 
 def no_checkpoint(state_dir: Path, head: Manifest, *, back: str = "") -> ConfigError:
-    """The error of a learner that has only the published weights of a run with steps."""
+    """The error of a learner that has only published weights."""
     run = f"run {head.run_id}, which stands at version {head.version}"
     return ConfigError(
         "adopt_without_optimizer",

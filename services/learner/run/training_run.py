@@ -176,7 +176,7 @@ class TrainingRun:
         await self.release(grant)
 
     async def _acquire(self, ask: Callable[[], Awaitable[LeaseGrant]]) -> LeaseGrant:
-        """Ask for the lease; refuses to wait for one under which it could not go on."""
+        """Ask for the lease; refuses a wait that would be useless."""
         try:
             return await ask()
         except LeaseHeld:

@@ -1,6 +1,6 @@
 #!/bin/bash
 # Coordinator, learner and one site on this machine; ends when the learner has taken its steps. Goes on where it ended.
-#   examples/run.sh NAME [MAX_STEPS]     NAME: smollm2-sums or code-sandbox, after its prepare.py
+#   examples/run.sh NAME [MAX_STEPS]     NAME: smollm2-sums, code-sandbox or guess, after its prepare.py
 set -euo pipefail
 here=$(dirname "$0")/${1:?the name of an example}
 out=runs/$1

@@ -198,8 +198,7 @@ def _adapted(model_dir: str | Path, source: Path | VersionSource, lora: LoraSett
     def read(name: str) -> torch.Tensor:
         tensor = state[name].detach()
         if tensor.is_meta:
-            # As in training.
-            tensor = opened.flat(name).to(torch.bfloat16).view(tensor.shape)
+            tensor = opened.flat(name).view(tensor.shape)
         return adapted[name].merged_weight(tensor) if name in adapted else tensor
 
     return model, arena.layout, read

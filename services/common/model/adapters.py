@@ -1,6 +1,6 @@
 """LoRA adapters as torch modules.
 
-y = W x + (alpha / rank) B (A x), W frozen and rounded to bf16.
+y = W x + (alpha / rank) B (A x), W frozen.
 
 Guarantees: base tensors keep their names; an untrained adapter adds 0, because B starts at 0; A starts as a
 function of the module's name only, so every node begins with the same adapters and version 0 need not be sent.
@@ -49,12 +49,11 @@ class LoraLinear(nn.Linear):
 
 
 def attach(model: nn.Module, settings: LoraSettings) -> None:
-    """Freeze and round a model, and add adapters to named layers.
+    """Freeze a model and add adapters to named linear layers, in place.
 
     Raises ConfigError if a name fits no linear layer, or the output embedding, which is not read through its module.
     """
     model.requires_grad_(False)
-    round_base(model)
     found = set()
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for path, parent in list(model.named_modules()):
@@ -90,19 +89,11 @@ def start_of(name: str, shape: Sequence[int]) -> torch.Tensor | None:
     return _start_of_a(module, shape) if part == PARTS[0] else torch.zeros(*shape)
 
 
-@torch.no_grad()
-def round_base(model: nn.Module) -> None:
-    """Round weights to bf16 in place; their type stays.
-
-    So nodes that compute in bf16 and in fp32 have one base, stored in either.
-    """
-    for tensor in model.state_dict().values():
-        if tensor.is_floating_point():
-            tensor.copy_(tensor.to(torch.bfloat16))
-
-
 def base_digest(model: nn.Module) -> Digest:
-    """Blake3 over names, shapes and bf16-rounded values of weights without adapters."""
+    """Blake3 over names, shapes and bf16-rounded values of weights without adapters.
+
+    Rounded, so that nodes that compute in bf16 and in fp32 agree on a base model stored in either.
+    """
     state = model.state_dict()
     return digest_of(state, state.__getitem__)
 

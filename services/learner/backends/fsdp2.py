@@ -284,7 +284,7 @@ class Fsdp2Sharding(Sharding):
             products=torch.bfloat16 if is_low else None,
             device=self.device,
         )
-        _fill(opened, ranks, is_base=lora.is_on)
+        _fill(opened, ranks)
         self.buffers = untrained_buffers(self.model, self.layout)
         self.engine = sharded
         if config.sequence_parallel > 1:
@@ -310,7 +310,7 @@ class Fsdp2Sharding(Sharding):
                 device=self.device,
                 is_frozen=True,
             )
-            _fill(frozen, ranks, is_base=lora.is_on)
+            _fill(frozen, ranks)
             if is_rounded:
                 _round(frozen.model, types)
         # Gathered as bf16, a master is rounded already.
@@ -327,14 +327,11 @@ class Fsdp2Sharding(Sharding):
 
 
 @torch.no_grad()
-def _fill(opened: OpenedModel, ranks: Collectives, *, is_base: bool) -> None:
-    """Read this rank's rows of every parameter; adapters get their start values.
-    A base under adapters is rounded to bf16."""
+def _fill(opened: OpenedModel, ranks: Collectives) -> None:
+    """Read this rank's rows of every parameter; adapters get their start values."""
     for name, parameter in opened.model.named_parameters():
         start = start_of(name, parameter.shape)
         whole = opened.flat(name) if start is None else start.reshape(-1)
-        if is_base and start is None:
-            whole = whole.to(torch.bfloat16)
         piece = piece_of(parameter.shape, rank=ranks.rank, world_size=ranks.world_size)
         part = local_part(parameter)
         part.copy_(whole[piece.start : piece.start + piece.size].view(part.shape))

@@ -20,7 +20,7 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError
-from heterorl.common.model.adapters import PARTS, has_adapters, round_base
+from heterorl.common.model.adapters import PARTS
 from heterorl.common.model.logprobs import token_logprobs
 from heterorl.common.model.model_directory import check_model_dir, first_line
 from heterorl.common.model.model_loading import load_pretrained
@@ -181,8 +181,6 @@ def load_reference(model_dir: str, config: TorchBackendConfig, *, learner: nn.Mo
     choose_attention(model, config)
     tensors = published_tensors(model)
     check_reference(model_dir, tensors, learner=learner)
-    if has_adapters(learner):
-        round_base(model)
     if config.forward_weights == "published":
         dtypes = {spec.name: TORCH_DTYPE[spec.dtype] for spec in layout.specs}
         with torch.no_grad():

@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model import tensors
-from heterorl.common.model.adapters import LoraLinear, base_digest, has_adapters, round_base
+from heterorl.common.model.adapters import LoraLinear, base_digest, has_adapters
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.types.common import LoraSettings
 from heterorl.common.weights.arena import Arena
@@ -18,7 +18,6 @@ from heterorl.coordinator.versions.lineage import contract_difference
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import TorchBackendConfig
-from heterorl.learner.train.model import load_reference
 from tests.support.adapters import merged
 from tests.support.learner_world import make_contract
 from tests.support.training import SAMPLING, random_groups, tiny_model
@@ -71,7 +70,6 @@ def test_recomputed_activations_give_adapters_the_same_gradient(model_dir):
 
 def test_untrained_adapters_change_nothing_and_trained_ones_add_what_they_say(model_dir):
     plain = AutoModelForCausalLM.from_pretrained(model_dir)
-    round_base(plain)
     backend = backend_of(model_dir)
     ids = torch.arange(1, 9)[None]
     with torch.no_grad():
@@ -119,22 +117,6 @@ def test_layers_that_cannot_be_adapted_are_refused(model_dir, targets, problem):
         backend_of(model_dir, LoraConfig(rank=2, target_modules=targets))
 
     assert "lora.target_modules" in str(caught.value)
-
-
-def test_a_base_in_fp32_is_rounded_under_adapters_and_in_the_reference(model_dir):
-    """Engines in bf16 round it; the digest of the base cannot tell."""
-    base = tiny_model().state_dict()
-    rounded = {name: tensor.to(torch.bfloat16).float() for name, tensor in base.items()}
-    assert not all(torch.equal(base[name], rounded[name]) for name in base)
-
-    backend = backend_of(model_dir)
-    reference = load_reference(
-        str(model_dir), TorchBackendConfig(), learner=backend.torch_model, layout=backend.layout
-    ).state_dict()
-
-    own = backend.torch_model.state_dict()
-    assert all(torch.equal(own[name], tensor) for name, tensor in rounded.items())
-    assert all(torch.equal(reference[name], tensor) for name, tensor in rounded.items())
 
 
 def test_base_digest_sees_any_weight_but_not_the_type_or_the_adapters(model_dir, tmp_path):

@@ -207,7 +207,7 @@ class GivenTokens:
         return ids if is_cut else ids[1:]
 
     def check_behind(self, asked: Sequence[Message], *, tools: Sequence[Mapping[str, Any]] = ()) -> None:
-        """Raise PromptRefused where the ids of `ids` are wrong behind a prompt."""
+        """Raise PromptRefused if a prompt changes the text between turns."""
         probe = [Message(role="user", content=_PROBES[0])]
         try:
             is_same = self._write([*asked, _answer(), *probe], tools=tools).endswith(_DRAWN + self._behind(probe))

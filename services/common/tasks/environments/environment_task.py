@@ -105,7 +105,7 @@ def environment_problem(where: str, error: Exception) -> ConfigError:
 
 
 def cure_of(error: Exception) -> str:
-    """What the environment's author does about an error that ended an episode."""
+    """Remedy for an error that ended an episode."""
     if "MemoryError" in str(error):
         return "correct task.environment; raise task.environment_memory_bytes if it only needs more"
     if isinstance(error, ToolLost) and "no answer in" in str(error):

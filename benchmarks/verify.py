@@ -72,7 +72,7 @@ def build_site(model_dir: str, *, digits: int, group_size: int) -> tuple[Site, C
     task, prompter = ArithmeticTask(digits=digits), Prompter(model_dir, use_chat_template=False)
     settings = SamplingConfig(max_new_tokens=digits + 2)
     sampling = settings.semantics()
-    replayer = Replayer(model_dir=model_dir, device="cpu", sampling=sampling, lora=NO_LORA)
+    replayer = Replayer(model_dir=model_dir, device="cpu", sampling=sampling, lora=NO_LORA, published_dtype="bf16")
     backend = _backend(model_dir, sampling_tokens=digits + 2, lr=0.0)
     arena = _published(backend)
     replayer.load(arena, 0)
@@ -182,7 +182,9 @@ def old_weights(site: Site, contract: Contract, numbers: Sequence[int], *, lr: f
         backend.train_step(groups, head_version=step - 1, step=step)
     arena = _published(backend)
     # A replayer of its own: that of the site is the version before the steps.
-    replayer = Replayer(model_dir=site.model_dir, device="cpu", sampling=site.sampling, lora=NO_LORA)
+    replayer = Replayer(
+        model_dir=site.model_dir, device="cpu", sampling=site.sampling, lora=NO_LORA, published_dtype="bf16"
+    )
     replayer.load(arena, OLD_STEPS)
     newer = dataclasses.replace(site, replayer=replayer, state_root=arena.state_root())
     return measure(newer, contract, all_changed(newer.generate(engine, numbers)))

@@ -184,7 +184,13 @@ def open_site(name: str, directory: Path, *, warm_steps: int) -> Iterator[Site]:
     prompter = Prompter.of(config)
     task = build_task(config.task)
     try:
-        replayer = Replayer(model_dir=model_dir, device="cpu", sampling=config.sampling.semantics(), lora=NO_LORA)
+        replayer = Replayer(
+            model_dir=model_dir,
+            device="cpu",
+            sampling=config.sampling.semantics(),
+            lora=NO_LORA,
+            published_dtype="bf16",
+        )
         engine = seeded_engine(model_dir=model_dir, prompter=prompter, sampling=config.sampling.semantics())
         arena = Arena(engine.layout)
         tensors.store(engine.model, arena)

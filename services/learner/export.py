@@ -194,11 +194,12 @@ def _adapted(model_dir: str | Path, source: Path | VersionSource, lora: LoraSett
         arena = source.pull(_layout_for(model, source.layout_id))
     tensors.load(arena, model)
     state = model.state_dict(keep_vars=True)
+    types = tensors.types_of(model, tensors.main_type(arena.layout))
 
     def read(name: str) -> torch.Tensor:
         tensor = state[name].detach()
         if tensor.is_meta:
-            tensor = opened.flat(name).view(tensor.shape)
+            tensor = opened.flat(name).view(tensor.shape).to(tensors.TORCH_DTYPE[types[name]])
         return adapted[name].merged_weight(tensor) if name in adapted else tensor
 
     return model, arena.layout, read

@@ -106,7 +106,11 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
     replayer = None
     if config.verification.logprob_floor > 0:
         replayer = Replayer(
-            model_dir=config.model_dir, device=config.verification.device, sampling=sampling, lora=contract.lora
+            model_dir=config.model_dir,
+            device=config.verification.device,
+            sampling=sampling,
+            lora=contract.lora,
+            published_dtype=config.backend.published_dtype,
         )
     verification = VerificationContext(
         config=config.verification, task=task, prompter=prompter, replayer=replayer, conversations=conversations

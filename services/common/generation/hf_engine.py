@@ -98,6 +98,7 @@ class HfEngine:
             raise ConfigError(device_key, f"cannot use {device}: {error}", action="heterorl doctor") from error
         self.lora = lora.settings(base_digest(self.model) if lora.is_on else Digest(""))
         if self.lora.rank:
+            tensors.round_base(self.model, published_dtype)
             attach(self.model, self.lora)
         self.recorder = RouterRecorder(self.model) if records_routing else None
         self.routed_token_bytes = self.recorder.shape.token_bytes if self.recorder else 0

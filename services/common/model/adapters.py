@@ -1,6 +1,6 @@
 """LoRA adapters as torch modules.
 
-y = W x + (alpha / rank) B (A x), W frozen.
+y = W x + (alpha / rank) B (A x), W frozen and in the published type.
 
 Guarantees: base tensors keep their names; an untrained adapter adds 0, because B starts at 0; A starts as a
 function of the module's name only, so every node begins with the same adapters and version 0 need not be sent.

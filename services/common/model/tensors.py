@@ -81,6 +81,18 @@ def types_of(model: nn.Module, dtype: Dtype) -> dict[str, Dtype]:
     }
 
 
+@torch.no_grad()
+def round_base(model: nn.Module, dtype: Dtype) -> None:
+    """Round weights that adapters will be attached to, in place, to the type of the adapters.
+
+    So nodes have one base, in whatever type it is stored and computed.
+    """
+    types = types_of(model, dtype)
+    for name, tensor in model.state_dict().items():
+        if name in types:
+            tensor.copy_(tensor.to(TORCH_DTYPE[types[name]]))
+
+
 def main_type(layout: Layout) -> Dtype:
     """A model's published type: the one of tensors not kept in fp32."""
     return next((spec.dtype for spec in layout.specs if spec.dtype != "fp32"), "fp32")

@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
-from heterorl.common.model.adapters import attach, start_of, trainable
+from heterorl.common.model.adapters import PARTS, attach, start_of, trainable
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.backends.loading import (
@@ -277,6 +277,11 @@ class Fsdp2Sharding(Sharding):
         self.device = rank_device(config.device, ranks.rank_env)
         types = {spec.name: tensors.TORCH_DTYPE[spec.dtype] for spec in self.layout.specs}
         is_rounded = config.forward_weights == "published" and config.published_dtype != "fp32"
+        base = {
+            name: tensors.TORCH_DTYPE[dtype]
+            for name, dtype in tensors.types_of(self.model, config.published_dtype).items()
+            if name.rpartition(".")[2] not in PARTS
+        }
         sharded = shard(
             self.model,
             config=config,
@@ -285,6 +290,8 @@ class Fsdp2Sharding(Sharding):
             device=self.device,
         )
         _fill(opened, ranks)
+        if self.lora.rank:
+            _round(self.model, base)
         self.buffers = untrained_buffers(self.model, self.layout)
         self.engine = sharded
         if config.sequence_parallel > 1:
@@ -311,8 +318,8 @@ class Fsdp2Sharding(Sharding):
                 is_frozen=True,
             )
             _fill(frozen, ranks)
-            if is_rounded:
-                _round(frozen.model, types)
+            if is_rounded or self.lora.rank:
+                _round(frozen.model, base if self.lora.rank else types)
         # Gathered as bf16, a master is rounded already.
         self._rounds_to = types if is_rounded and not (is_low and config.published_dtype == "bf16") else None
 
@@ -339,7 +346,7 @@ def _fill(opened: OpenedModel, ranks: Collectives) -> None:
 
 @torch.no_grad()
 def _round(model: nn.Module, types: Mapping[str, torch.dtype]) -> None:
-    """Round a reference's tensors named in `types`, as passes round the learner's."""
+    """Round the tensors named in `types`: a reference's, or a base under adapters."""
     parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
     for name, part in (*parts.items(), *model.named_buffers()):
         if name in types:

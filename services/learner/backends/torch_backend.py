@@ -77,6 +77,7 @@ class TorchBackend(StepRecorder):
         del opened
         self.lora = lora.settings(base_digest(self.torch_model) if lora.is_on else Digest(""))
         if self.lora.rank:
+            tensors.round_base(self.torch_model, config.published_dtype)
             attach(self.torch_model, self.lora)
         apply_liger(self.torch_model, config)
         check_forward(self.torch_model, batching=config.batching)

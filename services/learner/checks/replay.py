@@ -20,7 +20,7 @@ from heterorl.common.model.adapters import attach
 from heterorl.common.model.logprobs import CHUNK_LOGITS, gumbel_noise, logprobs_of, project, tempered, turn_seed
 from heterorl.common.types.common import LoraSettings, SamplingSemantics
 from heterorl.common.types.rollout import Group, drawn_turns, strips_of
-from heterorl.common.weights.arena import Arena
+from heterorl.common.weights.arena import Arena, Dtype
 from heterorl.learner.checks.findings import Replay
 from heterorl.learner.train.batch import TrainingSequence, collate, split
 from heterorl.learner.train.model import arena_weights, hidden_states, learner_logprobs, load_model, output_embedding
@@ -32,9 +32,12 @@ MAX_PASS_TOKENS = 32_768
 class Replayer:
     """A model of its own that takes any published version."""
 
-    def __init__(self, *, model_dir: str, device: str, sampling: SamplingSemantics, lora: LoraSettings) -> None:
+    def __init__(
+        self, *, model_dir: str, device: str, sampling: SamplingSemantics, lora: LoraSettings, published_dtype: Dtype
+    ) -> None:
         model = load_model(model_dir)
         if lora.rank:
+            tensors.round_base(model, published_dtype)
             attach(model, lora)
         self._model: Any = model.to(device)
         self._device = torch.device(device)

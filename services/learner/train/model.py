@@ -20,11 +20,11 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError
-from heterorl.common.model.adapters import PARTS
+from heterorl.common.model.adapters import PARTS, has_adapters
 from heterorl.common.model.logprobs import token_logprobs
 from heterorl.common.model.model_directory import check_model_dir, first_line
 from heterorl.common.model.model_loading import load_pretrained
-from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors, read_tensor, round_to
+from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors, read_tensor, round_base, round_to
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.train.backend_config import BackendConfig, TorchBackendConfig
 from heterorl.learner.train.batch import Batching, MicroBatch, TrainingSequence, collate
@@ -181,7 +181,9 @@ def load_reference(model_dir: str, config: TorchBackendConfig, *, learner: nn.Mo
     choose_attention(model, config)
     tensors = published_tensors(model)
     check_reference(model_dir, tensors, learner=learner)
-    if config.forward_weights == "published":
+    if has_adapters(learner):
+        round_base(model, config.published_dtype)
+    elif config.forward_weights == "published":
         dtypes = {spec.name: TORCH_DTYPE[spec.dtype] for spec in layout.specs}
         with torch.no_grad():
             for name in tensors.keys() & dtypes.keys():

@@ -330,6 +330,7 @@ def _saved_by_transformers(base, published, directory, *, lora=None, **options):
     """What transformers writes of the whole model in memory."""
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     if lora:
+        tensors.round_base(model, tensors.main_type(published.layout))
         attach(model, lora)
     tensors.load(published, model)
     merge(model)

@@ -125,6 +125,16 @@ def test_steps_are_those_of_the_torch_backend(config, ranks, tmp_path, changes, 
     assert np.abs(weights).max() > 0.1
 
 
+@pytest.mark.slow
+def test_base_under_adapters_and_its_reference_are_rounded_as_by_the_torch_backend(config, ranks):
+    loss = {"kind": "grpo", "reference_kl": 0.5}
+    changes = {"lora": LORA, "published_dtype": "bf16", "forward_weights": "masters"}
+
+    actual = ranks.ask(config(loss=loss, **changes), STEPS)
+
+    _assert_close(actual, _torch(config("torch", loss=loss, **changes), STEPS), tolerance=1e-6)
+
+
 def test_step_that_failed_in_a_pass_is_followed_by_no_other(config, tmp_path):
     """No undo clears what the engine holds; with more ranks, the others have ended."""
     loss = {"kind": "custom", "function": "tests.support.custom_losses:raising_on_age", "options": {"age": 7}}

@@ -9,6 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from heterorl.common.errors import ConfigError, CorruptStore
+from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import LoraLinear, base_digest, has_adapters
 from heterorl.common.model.contract import LoraConfig
@@ -16,8 +17,10 @@ from heterorl.common.types.common import LoraSettings
 from heterorl.common.weights.arena import Arena
 from heterorl.coordinator.versions.lineage import contract_difference
 from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import TorchBackendConfig
+from heterorl.learner.train.model import load_reference
 from tests.support.adapters import merged
 from tests.support.learner_world import make_contract
 from tests.support.training import SAMPLING, random_groups, tiny_model
@@ -70,7 +73,7 @@ def test_recomputed_activations_give_adapters_the_same_gradient(model_dir):
 
 def test_untrained_adapters_change_nothing_and_trained_ones_add_what_they_say(model_dir):
     plain = AutoModelForCausalLM.from_pretrained(model_dir)
-    backend = backend_of(model_dir)
+    backend = backend_of(model_dir, published_dtype="fp32")
     ids = torch.arange(1, 9)[None]
     with torch.no_grad():
         assert torch.equal(backend.torch_model(input_ids=ids).logits, plain(input_ids=ids).logits)
@@ -117,6 +120,24 @@ def test_layers_that_cannot_be_adapted_are_refused(model_dir, targets, problem):
         backend_of(model_dir, LoraConfig(rank=2, target_modules=targets))
 
     assert "lora.target_modules" in str(caught.value)
+
+
+@pytest.mark.parametrize("published", ["bf16", "fp32"])
+def test_base_under_adapters_has_the_published_type_on_every_node(model_dir, published):
+    """Engines in bf16 load a base stored in fp32 as bf16; the digest of the base cannot tell."""
+    dtype = tensors.TORCH_DTYPE[published]
+    base = {name: tensor.to(dtype).float() for name, tensor in tiny_model().state_dict().items()}
+    assert (published == "fp32") == all(torch.equal(base[name], it) for name, it in tiny_model().state_dict().items())
+
+    backend = backend_of(model_dir, published_dtype=published, forward_weights="masters")
+    config = TorchBackendConfig(published_dtype=published, forward_weights="masters")
+    reference = load_reference(str(model_dir), config, learner=backend.torch_model, layout=backend.layout)
+    common = {"model_dir": str(model_dir), "published_dtype": published, "device": "cpu", "sampling": SAMPLING}
+    engine = HfEngine(**common, compute_dtype="fp32", batch_rows=1, end_token_ids=[0], lora=LORA)
+    replayer = Replayer(**common, lora=backend.lora)
+
+    for model in (backend.torch_model, reference, engine.model, replayer._model):
+        assert all(torch.equal(model.state_dict()[name], tensor) for name, tensor in base.items())
 
 
 def test_base_digest_sees_any_weight_but_not_the_type_or_the_adapters(model_dir, tmp_path):

@@ -486,7 +486,9 @@ def test_versions_of_adapters_are_replayed_like_those_of_whole_models(site, tmp_
             torch.nn.init.normal_(parameter, generator=torch.Generator().manual_seed(0))
     tensors.store(engine.model, arena)
     engine.load(arena, 1)
-    replayer = Replayer(model_dir=site.model_dir, device="cpu", sampling=site.sampling, lora=engine.lora)
+    replayer = Replayer(
+        model_dir=site.model_dir, device="cpu", sampling=site.sampling, lora=engine.lora, published_dtype="fp32"
+    )
     replayer.load(arena, 1)
     (group,) = site.generate(engine, [3])
     key = group_key(seed=seed_of(3, seed=SEED), state_root=group.state_root, prompt_index=group.prompt_index)

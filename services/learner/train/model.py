@@ -30,6 +30,8 @@ from heterorl.learner.train.backend_config import BackendConfig, TorchBackendCon
 from heterorl.learner.train.batch import Batching, MicroBatch, TrainingSequence, collate
 
 CHECK_TOLERANCE = 1e-3
+_WIDE = 32.0
+"""Largest logit of a check, as large models have."""
 _ANOTHER = "train another model"
 REFERENCE_KEY = "backend.reference_model_dir"
 
@@ -74,13 +76,17 @@ def hidden_states(
     model: nn.Module, input_ids_RS: torch.Tensor, position_ids_RS: torch.Tensor, sources_N: torch.Tensor
 ) -> torch.Tensor:
     """Last hidden states [N, H] that predict completion tokens; see MicroBatch."""
-    network: Any = model
-    # The model without its output embedding. For an unexpected attribute name transformers answers the whole model.
-    inner = network.model if network.base_model is network and hasattr(network, "model") else network.base_model
-    outputs = inner(input_ids=input_ids_RS, position_ids=position_ids_RS, use_cache=False)
+    outputs = _inner(model)(input_ids=input_ids_RS, position_ids=position_ids_RS, use_cache=False)
     hidden_RSH: torch.Tensor = outputs.last_hidden_state
     # index_select, not indexing: the gradient of indexing adds in an undefined order on several threads.
     return hidden_RSH.flatten(0, 1).index_select(0, sources_N)
+
+
+def _inner(model: nn.Module) -> Any:
+    """The model without its output embedding."""
+    network: Any = model
+    # For an unexpected attribute name transformers answers the whole model.
+    return network.model if network.base_model is network and hasattr(network, "model") else network.base_model
 
 
 def output_embedding(model: nn.Module) -> torch.Tensor:
@@ -108,6 +114,8 @@ def check_forward(model: nn.Module, *, batching: Batching) -> None:
         difference = float((together - alone).abs().max())
         if not difference <= CHECK_TOLERANCE:
             raise _problem(model, alone, batching=batching, difference=difference)
+        if not (difference := _difference_of_wide_logits(model)) <= CHECK_TOLERANCE:
+            raise _changed_logits(model, difference)
     except HeterorlError:
         raise
     except Exception as error:
@@ -148,13 +156,43 @@ def _problem(model: nn.Module, alone: torch.Tensor, *, batching: Batching, diffe
         return ConfigError("model_dir", problem, action=_ANOTHER)
     each = torch.cat([_ours(model, [sequence], batching="padded") for sequence in _check_sequences(model)])
     if not float((each - alone).abs().max()) <= CHECK_TOLERANCE:
-        changes = "softcapping, a scale or a bias"
-        problem = f"{name} changes its logits after the output embedding ({changes}), by up to {difference:.2g} nats"
-        return ConfigError("model_dir", problem, action=_ANOTHER)
+        return _changed_logits(model, difference)
     problem = f"log-probs of {name} in the {batching} layout differ by {difference:.2g} from each text by itself"
     if batching == "packed":
         return ConfigError("backend.batching", f"{problem}: it does not keep texts apart", action='set it to "padded"')
     return ConfigError("model_dir", problem, action=_ANOTHER)
+
+
+def _changed_logits(model: nn.Module, difference: float) -> ConfigError:
+    changes = "softcapping, a scale or a bias"
+    problem = f"changes its logits after the output embedding ({changes}), by up to {difference:.2g} nats"
+    return ConfigError("model_dir", f"{type(model).__name__} {problem}", action=_ANOTHER)
+
+
+def _difference_of_wide_logits(model: nn.Module) -> float:
+    """Largest difference of log-probs from those of the output embedding alone, at logits up to 32.
+
+    Softcapping at 30 changes the small logits of an untrained model by less than the tolerance.
+    """
+    states_SH = torch.empty(0)
+
+    def widen(_module: nn.Module, _inputs: object, outputs: Any) -> Any:
+        nonlocal states_SH
+        states_1SH = outputs.last_hidden_state
+        largest = (states_1SH @ output_embedding(model).T).abs().max()
+        outputs.last_hidden_state = states_1SH * (_WIDE / largest.clamp(min=1e-6))
+        states_SH = outputs.last_hidden_state[0]
+        return outputs
+
+    network: Any = model
+    ids_1S = torch.from_numpy(_check_ids(model)[0].astype(np.int64))[None].to(next(model.parameters()).device)
+    handle = _inner(model).register_forward_hook(widen)
+    try:
+        logits_SV = network(input_ids=ids_1S, use_cache=False).logits[0]
+    finally:
+        handle.remove()
+    own_SV = states_SH @ output_embedding(model).T
+    return float((logits_SV.log_softmax(-1) - own_SV.log_softmax(-1)).abs().max())
 
 
 def _check_sequences(model: nn.Module) -> list[TrainingSequence]:

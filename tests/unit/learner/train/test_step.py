@@ -234,6 +234,17 @@ def test_check_refuses_a_model_that_changes_its_logits():
         assert caught.value.key == "model_dir"
 
 
+def test_check_refuses_softcapping_that_small_logits_do_not_show():
+    model = tiny_model(is_tied=False)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(0.1)
+    model.lm_head.register_forward_hook(lambda _module, _inputs, logits: 30 * torch.tanh(logits / 30))
+    assert model(input_ids=torch.arange(9)[None]).logits.abs().max() < 2
+
+    with pytest.raises(ConfigError, match="changes its logits"):
+        check_forward(model, batching="padded")
+
+
 def test_check_names_a_weight_that_is_not_finite():
     model = tiny_model()
     with torch.no_grad():

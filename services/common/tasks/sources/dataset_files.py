@@ -119,7 +119,7 @@ def _built(key: str, path: str, *, split: str, cache_dir: str, **options: Any) -
             f"split {split} of {path} has no files, whose digest would identify it",
             action="write it with save_to_disk or to Parquet, and name that",
         )
-    return ArrowRows(rows.data.table, digest_of([split, options.get("name")], sources))
+    return ArrowRows(_named_classes(rows), digest_of([split, options.get("name")], sources))
 
 
 def _saved(key: str, directory: Path, split: str) -> ArrowRows:
@@ -142,7 +142,23 @@ def _saved(key: str, directory: Path, split: str) -> ArrowRows:
     if state.get("_indices_data_files"):
         # The library ignores indices, so all rows would be back.
         raise ConfigError(key, f"{place} keeps its choice of rows in a file of indices", action=_SAVE_AGAIN)
-    return ArrowRows(rows.data.table, digest_of([split, None], named))
+    return ArrowRows(_named_classes(rows), digest_of([split, None], named))
+
+
+def _named_classes(rows: Any) -> Any:
+    """A dataset's table with the names of classes, such as A to D, in place of their numbers."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    table = rows.data.table
+    for name, feature in rows.features.items():
+        if isinstance(feature, library().ClassLabel) and feature.names:
+            numbers = table[name]
+            # -1 is a row without a class.
+            known = pc.if_else(pc.greater_equal(numbers, 0), numbers, pa.scalar(None, numbers.type))
+            named = pa.chunked_array([pa.array(feature.names).take(part) for part in known.chunks], pa.string())
+            table = table.set_column(table.schema.get_field_index(name), name, named)
+    return table
 
 
 _SAVE_AGAIN = "open it with the library that wrote it, call flatten_indices(), and save it again"

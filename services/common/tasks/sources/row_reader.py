@@ -242,8 +242,8 @@ def answer_text(value: Any) -> str:
     if isinstance(value, str):
         return value if value.strip() else ""
     if isinstance(value, list | dict):
-        # Such as tests of code.
-        return json.dumps(value, ensure_ascii=False, sort_keys=True, default=str) if _is_written(value) else ""
+        # Such as tests of code; an object keeps the row's order, which a completion is compared with.
+        return json.dumps(value, ensure_ascii=False, default=str) if _is_written(value) else ""
     if isinstance(value, float | Decimal):
         return _number(value)
     return str(value)

@@ -12,7 +12,7 @@ import sys
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from datasets import Dataset
+from datasets import ClassLabel, Dataset, Features, Value
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.tasks.sources.dataset_files import NOTES
@@ -69,6 +69,21 @@ def test_directory_parquet_and_saved_set_hold_the_same_prompts(place):
     assert found[0] == found[1] == found[2]
     assert (len(found[0][0]), len(found[0][1])) == (7, 3)
     assert {*found[0][0], *found[0][1]} == {f"{number}+1=" for number in range(10)}
+
+
+def test_an_answer_that_is_a_class_is_its_name(place):
+    """As the sets of multiple choice on the hub have it; -1 is a row without a class."""
+    rows = {"prompt": list("abcdef"), "answer": [0, 3, -1, 1, 2, 0]}
+    features = Features({"prompt": Value("string"), "answer": ClassLabel(names=["A", "B", "C", "D"])})
+    classes = Dataset.from_dict(rows, features=features)
+    classes.save_to_disk(str(place.path / "saved"))
+    (place.path / "set").mkdir()
+    classes.to_parquet(str(place.path / "set" / "train.parquet"))
+
+    for name in ("hf:{}/saved", "hf:{}/set[train]", "parquet:{}/set/*.parquet"):
+        task = place.build(name.format(place.path), evaluation_size=1, data={"where": {"answer": ["A", "B", "D"]}})
+        prompts = [*map(task.prompt, range(task.num_prompts)), task.evaluation_prompt(0)]
+        assert {prompt.text: prompt.answer for prompt in prompts} == {"a": "A", "b": "D", "d": "B", "f": "A"}
 
 
 def test_a_saved_set_is_read_without_a_trace_and_without_traces_of_others(place):

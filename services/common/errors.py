@@ -308,7 +308,7 @@ class PermissionDenied(RemoteError):
 class Unreachable(RemoteError):
     """The peer did not answer within the retry budget."""
 
-    action = "check the address and the network; the caller keeps its work and goes on trying"
+    action = "check the address and the network; a service keeps its work and goes on trying, a command does not"
     is_transient = True
 
 

@@ -280,9 +280,9 @@ class RunFinished(RemoteError):
 
 
 class StoreFull(RemoteError):
-    """The coordinator's disk is full."""
+    """The coordinator's disk, or its store's, is full."""
 
-    action = "free space on the coordinator; repeat after the stated delay"
+    action = "free space there; repeat after the stated delay"
     is_transient = True
     is_overload = True
 

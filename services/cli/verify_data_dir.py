@@ -36,8 +36,8 @@ MAX_SHOWN = 50
 def verify_directory(directory: Path, *, keys: Sequence[str], is_replaying: bool, console: Console) -> int:
     """Check a data directory and print the findings; returns the exit code.
 
-    Raises OperatorError if there is no store, it is in use, or a key is not a public key; CorruptStore if it is
-    unreadable.
+    Raises OperatorError if there is no store, it is in use, its payloads are in a bucket, or a key is not a public key;
+    CorruptStore if it is unreadable.
     """
     trained: dict[int, Manifest] | None = None
     is_sound = True

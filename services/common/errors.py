@@ -280,9 +280,9 @@ class RunFinished(RemoteError):
 
 
 class StoreFull(RemoteError):
-    """The coordinator's disk is full."""
+    """The coordinator's disk, or its store's, is full."""
 
-    action = "free space on the coordinator; repeat after the stated delay"
+    action = "free space there; repeat after the stated delay"
     is_transient = True
     is_overload = True
 
@@ -308,7 +308,7 @@ class PermissionDenied(RemoteError):
 class Unreachable(RemoteError):
     """The peer did not answer within the retry budget."""
 
-    action = "check the address and the network; the caller keeps its work and goes on trying"
+    action = "check the address and the network; a service keeps its work and goes on trying, a command does not"
     is_transient = True
 
 

@@ -97,7 +97,7 @@ async def open_context(
     disk = DiskSpace(config.data_dir, min_free_bytes=config.min_free_bytes, clock=clock)
     database = await store.over(
         lambda: engine or open_engine(config.data_dir, config.store.url, is_elsewhere=bool(config.payloads.bucket)),
-        on_full=disk.note_refusal,
+        on_full=disk.note_refusal_of_postgres if config.store.url else disk.note_refusal,
     )
     now = clock.monotonic()
     ring = SampleRing(
@@ -105,7 +105,7 @@ async def open_context(
         every=config.samples_every,
         max_sample_bytes=config.max_group_bytes,
         wall=clock.wall,
-        may_write=lambda: not disk.is_full,
+        may_write=lambda: not disk.problem,
     )
 
     async def make_room(missing_bytes: int) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,10 +20,11 @@ from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.identity.signing import Trust
 from heterorl.common.model.contract import LoraConfig
 from heterorl.common.model.model_directory import check_model_dir
+from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.config_file import InvalidConfig, problems_of
 from heterorl.common.process.threads import num_threads
-from heterorl.common.pull.puller import PulledVersion, Puller
+from heterorl.common.pull.puller import PulledVersion, TrustedPuller
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.maintenance import DiagnosisClient
@@ -30,7 +32,7 @@ from heterorl.common.tasks.task_config import names_rows
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Contract
 from heterorl.common.types.evaluation import MAX_HELD_OUT
-from heterorl.common.types.policy import NO_VERSION, PullPlan
+from heterorl.common.types.policy import NO_VERSION
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.sampler.adoption import adopted, missing_keys
 from heterorl.sampler.engines import build_engines, take_variant
@@ -71,7 +73,9 @@ def configured(
 
 
 BUDGET_S = 30.0
-"""Seconds for which a call is retried over a broken link."""
+"""Seconds for which a call is retried over a broken link, or a pull that brings no byte."""
+CALL_S = 5.0
+"""Of these, the seconds for one call of a pull."""
 
 
 def joined(config: SamplerConfig, address: str) -> SamplerConfig:
@@ -136,7 +140,7 @@ def open_model(model_dir: str, config: SamplerConfig) -> Iterator[Subject]:
 def open_versions(address: str, versions: list[int], config: SamplerConfig) -> Iterator[Iterator[Subject]]:
     """Versions of a run, one after another, with the configuration's engine.
     Version -1 is the newest. Raises UntrustedVersion: no trusted key signed one of them; UnknownVersion: it does not
-    exist, or its payloads were deleted; Unreachable: the coordinator does not answer."""
+    exist, or its payloads were deleted; Unreachable: no byte came in BUDGET_S."""
     with _engine(config) as (subject, base), TemporaryDirectory(prefix="heterorl-evaluate-") as spool:
 
         def each() -> Iterator[Subject]:
@@ -185,24 +189,21 @@ def pull_version(
 
     It starts from `held` or `base` if the coordinator knows a way. Raises as `open_versions`.
     """
-    trust = Trust(config.trusted_keys)
-
-    async def admit(plan: PullPlan) -> None:
-        trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)
 
     async def pull() -> PulledVersion:
-        async with CoordinatorClient.of(asked, policy=RetryPolicy(budget_s=BUDGET_S)) as api:
-            puller = Puller(
+        async with CoordinatorClient.of(asked, policy=RetryPolicy(budget_s=CALL_S)) as api:
+            puller = TrustedPuller(
                 api=api,
                 spool=spool,
                 layout=layout,
-                clock=SystemClock(),
+                backoff=Backoff(clock=SystemClock(), rng=random.Random(), cap_s=CALL_S, budget_s=BUDGET_S),
+                trust=Trust(config.trusted_keys),
                 base=base,
                 num_streams=config.pull_streams,
                 threads=num_threads(config.engine.threads),
                 variant=config.variant,
             )
-            return await puller.pull(held=None if is_ahead else held, want_version=version, admit=admit)
+            return await puller.pull(version, held=None if is_ahead else held)
 
     asked = config.model_copy(update={"coordinator": address})
     # Deltas lead only forward: an older version starts from a snapshot.

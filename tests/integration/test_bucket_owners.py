@@ -1,8 +1,13 @@
 """Whose payloads a prefix of a bucket has: chosen when a run begins, or copied there before a start; one store a prefix."""
 
-import pytest
+import contextlib
+from pathlib import Path
 
-from heterorl.common.errors import ConfigError, CorruptStore
+import pytest
+from rich.console import Console
+
+from heterorl.cli.verify_data_dir import SOUND, verify_directory
+from heterorl.common.errors import ConfigError, CorruptStore, OperatorError
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.puller import Puller
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
@@ -124,6 +129,11 @@ async def test_coordinator_on_the_directory_of_a_backup_has_no_right_to_the_pref
     forget_copies(tmp_path / "live")
     assert (await pulled(live, run, tmp_path / "spool")).state_root == run.roots[2]
     await live.close()
+    # Files of the directory are copies of some payloads.
+    for directory, expected in ((tmp_path / "live", pytest.raises(OperatorError, match="make a backup")),
+                                (Path(backup.path), contextlib.nullcontext())):  # fmt: skip
+        with expected:
+            assert verify_directory(directory, keys=(), is_replaying=True, console=Console(quiet=True)) == SOUND
     # It starts where nothing is another's: in files.
     core = await Coordinator.open(config(backup.path, where=""), SystemClock())
     assert (await pulled(core, run, tmp_path / "spool-copy")).state_root == run.roots[1]

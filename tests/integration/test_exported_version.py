@@ -7,9 +7,11 @@ import pytest
 from typer.testing import CliRunner
 
 from heterorl.cli.main import app
-from heterorl.common.errors import ConfigError, UnknownVersion, UntrustedVersion
+from heterorl.common.errors import ConfigError, UnknownVersion, Unreachable, UntrustedVersion
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.metrics import BYTES
+from heterorl.evaluation import subject
 from heterorl.learner import learner_app
 from heterorl.learner.export import export_model
 from heterorl.learner.learner_config import LearnerConfig
@@ -17,7 +19,9 @@ from heterorl.learner.learner_parts import assemble
 from heterorl.sampler import sampler_app
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.sampler_config import SamplerConfig
+from tests.support.narrow import Narrow
 from tests.support.policy_site import serving
+from tests.support.relayed import large_run
 
 SMALL = {"hidden_size": 32, "num_layers": 2}
 SHARED = {"group_size": 2, "sampling": {"max_new_tokens": 6}}
@@ -85,6 +89,27 @@ async def test_a_version_is_exported_as_its_checkpoint_is(tmp_path, monkeypatch,
             assert {path.name: path.read_bytes() for path in (tmp_path / "newest").iterdir()} == files
     weights = [(tmp_path / f"version-{version}" / "model.safetensors").read_bytes() for version in (1, 2)]
     assert weights[0] != weights[1]
+
+
+async def test_a_version_is_pulled_over_a_link_that_breaks(tmp_path, monkeypatch):
+    fetched = BYTES.labels("snapshot", "in")._value.get
+    async with large_run(tmp_path / "run") as run, Narrow(run.address).open() as line:
+        tls = run.certificates.tls("sampler")
+        address, layout = f"127.0.0.1:{line.port}", run.run.layout
+
+        def pull(spool):
+            return subject.pull_version(address, -1, SamplerConfig(tls=tls), layout=layout, spool=tmp_path / spool)
+
+        line.most_down, before = 3 << 20, fetched()
+        found = await asyncio.to_thread(pull, "first")
+        assert found.arena.state_root() == run.run.roots[0]
+        assert fetched() - before == (run.directory / "payload-0").stat().st_size
+        assert line.num_connections > 1
+        line.cut()
+        monkeypatch.setattr(subject, "BUDGET_S", 0.0)
+        monkeypatch.setattr(subject, "CALL_S", 0.0)
+        with pytest.raises(Unreachable, match="a command does not"):
+            await asyncio.to_thread(pull, "second")
 
 
 def test_an_export_names_what_its_options_lack(tmp_path):

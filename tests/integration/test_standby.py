@@ -8,7 +8,7 @@ import urllib.request
 
 import pytest
 
-from heterorl.common.errors import ConfigError, StoreHeld, StoreLost
+from heterorl.common.errors import ConfigError, StoreFull, StoreHeld, StoreLost
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
@@ -16,6 +16,7 @@ from heterorl.common.types.rollout import PushStatus
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
+from heterorl.coordinator.store.disk_space import HEALED_S, POSTGRES_IS_FULL
 from heterorl.coordinator.store.engine_choice import open_engine
 from heterorl.demo.processes import start, stop
 from tests.support.clock import ManualClock
@@ -109,6 +110,23 @@ async def test_what_is_acknowledged_outlives_the_server_and_what_is_under_way_fa
     assert await again.run(lambda c: [get_meta(c, f"key {n}") for n in range(50)]) == ["1"] * 50
     assert await again.run(lambda c: get_meta(c, "late")) is None
     await again.close()
+
+
+async def test_a_full_disk_of_postgresql_is_named_and_nothing_is_deleted_for_it(url, tmp_path, caplog):
+    clock = ManualClock()
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data", store={"url": url}), clock)
+    full = "DO $$ BEGIN RAISE 'could not extend file' USING ERRCODE = 'disk_full'; END $$"
+    with pytest.raises(StoreFull, match="^PostgreSQL's disk is full"):
+        await core.database.run(lambda c: c.execute(full))
+
+    assert (await core.get_status()).store_problem == POSTGRES_IS_FULL
+    assert caplog.messages.count(POSTGRES_IS_FULL) == 1
+    assert not core.disk.look()
+    assert core.disk.missing_bytes == 0
+    clock.advance(HEALED_S)
+    core.disk.look()
+    assert (await core.get_status()).store_problem == ""
+    await core.close()
 
 
 def test_operations_that_only_read_share_a_savepoint_and_a_failure_undoes_its_own_operation_alone(url, monkeypatch):

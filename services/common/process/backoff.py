@@ -11,6 +11,7 @@ Waits for other things than an answer (a disk, an engine, damaged bytes) use `de
 """
 
 import logging
+import math
 import random
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -57,7 +58,8 @@ def log_level(error: Exception) -> int:
 class Backoff:
     """Waits in [0, min(cap_s, base_s * 2^n)] after n failures in a row.
 
-    Each adds the delay that the peer asks for. `asked_cap_s` bounds the delay that a peer may ask for at once.
+    Each adds the delay that the peer asks for. `asked_cap_s` bounds the delay that a peer may ask for at once. A row of
+    failures ends after `budget_s`: the next one is raised.
     """
 
     clock: Clock
@@ -65,7 +67,9 @@ class Backoff:
     base_s: float = 1.0
     cap_s: float = 15.0
     asked_cap_s: float = MAX_ASKED_S
+    budget_s: float = math.inf
     num_failures: int = 0
+    failed_at: float = 0.0
     said: str = ""
     said_at: float = 0.0
 
@@ -75,8 +79,11 @@ class Backoff:
         return min(self.asked_cap_s, peer_seconds(asked_s)) + self.rng.uniform(0.0, longest)
 
     def next_delay(self, error: Exception) -> float:
-        """Return the wait after a failure, or raise it if permanent."""
-        if not is_transient(error):
+        """Return a failure's wait; raises it if permanent or past the budget."""
+        now = self.clock.monotonic()
+        if self.num_failures == 0:
+            self.failed_at = now
+        if not is_transient(error) or now - self.failed_at >= self.budget_s:
             raise error
         return self.delay_s(asked_s=error.retry_after_s if isinstance(error, RemoteError) else 0.0)
 

@@ -264,7 +264,7 @@ class TrustedPuller:
     """Retries pulls, and builds only versions that a trusted key signed.
 
     It waits while a link is broken; each frame that arrives resets the backoff. Refusals, damage and missing payloads
-    are raised.
+    are raised. `base` and `num_streams` are as in Puller.
     """
 
     api: WeightsApi
@@ -272,6 +272,8 @@ class TrustedPuller:
     layout: Layout
     backoff: Backoff
     trust: Trust
+    base: Callable[[], Arena | None] = lambda: None
+    num_streams: int = 1
     threads: int = 1
     variant: str = ""
 
@@ -281,13 +283,15 @@ class TrustedPuller:
             spool=self.spool,
             layout=self.layout,
             clock=self.backoff.clock,
+            base=self.base,
+            num_streams=self.num_streams,
             threads=self.threads,
             variant=self.variant,
             on_frame=self.backoff.reset,
         )
 
     async def pull(self, version: int, *, held: PulledVersion | None = None) -> PulledVersion:
-        """Build a version from `held`; waits for the coordinator without limit.
+        """Build a version from `held`; waits for the coordinator as `backoff` does.
 
         Raises:
             UntrustedVersion: no trusted key signed it; not a byte of it was fetched.

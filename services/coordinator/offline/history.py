@@ -23,6 +23,7 @@ from heterorl.common.process.files import NO_ROOM
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadRef
 from heterorl.coordinator.store.database import get_meta
+from heterorl.coordinator.store.engine_choice import OWNER
 from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, SCHEMA_VERSION
 from heterorl.coordinator.versions.chain import PAYLOAD_ROW, payload_of
 
@@ -30,6 +31,7 @@ ResultT = TypeVar("ResultT")
 STORE_FILE = "coordinator.sqlite"
 BACKUPS = "backups"
 """Directory of backups in data_dir."""
+_BACKUP = "make a backup (`heterorl backup`) and name it"
 _SHARED_LOCK_BYTE = 0x40000002
 _SHARED_LOCK_BYTES = 510
 """The bytes of a database file that SQLite locks; see "File Locking" of its file format."""
@@ -83,8 +85,10 @@ class History:
 @contextmanager
 def read_histories(directory: Path) -> Iterator[tuple[History, ...]]:
     """Open a data directory's histories: the trained weights first, then each variant.
-    Raises as `open_store`."""
+    Raises as `open_store`; OperatorError: the payloads are in a bucket."""
     with open_store(directory) as connection:
+        if get_meta(connection, OWNER) is not None:
+            raise OperatorError(f"the payloads of {directory} are in a bucket", action=_BACKUP)
         # A coordinator's start skips the history of a large store.
         if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
             raise CorruptStore(f"{directory / STORE_FILE} fails SQLite's check")
@@ -99,9 +103,7 @@ def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
     of another schema."""
     path = directory / STORE_FILE
     if not path.is_file() and (directory / "postgres").is_file():
-        raise OperatorError(
-            f"the store of {directory} is in PostgreSQL", action="make a backup (`heterorl backup`) and name it"
-        )
+        raise OperatorError(f"the store of {directory} is in PostgreSQL", action=_BACKUP)
     if not path.is_file():
         raise OperatorError(f"{directory} has no {STORE_FILE}", action="name the data_dir of a coordinator")
     if is_in_use(directory):

@@ -68,6 +68,8 @@ class DatabaseEngine(Protocol):
     """One connection that writes. Belongs to the store's thread."""
 
     errors: tuple[type[Exception], ...]
+    disk: str
+    """The disk that Fault.FULL is about."""
 
     @property
     def connection(self) -> Connection:
@@ -264,7 +266,7 @@ class Database:
 
     def _failure(self, problem: str, fault: Fault) -> Exception:
         if fault is Fault.FULL:
-            return StoreFull("the coordinator's disk is full", retry_after_s=5.0)
+            return StoreFull(f"{self._engine.disk} is full", retry_after_s=5.0)
         assert self._end is not None, "any other fault has ended the store"
         return self._end(f"the store {'has gone' if self._end is StoreLost else 'failed'}: {problem}")
 

@@ -27,6 +27,9 @@ HEALED_S = 10.0
 PAUSE_S = 30.0
 """Seconds between two attempts to make room, each of which may rebuild the head."""
 RETRY_AFTER_S = 5.0
+POSTGRES_IS_FULL = (
+    "PostgreSQL's disk is full: free space there; nothing acknowledged is lost, and the run goes on when there is room"
+)
 
 
 def operators_error(data_dir: Path, error: OSError) -> OperatorError:
@@ -43,7 +46,8 @@ class DiskSpace:
         self._directory = directory
         self._min_free_bytes = min_free_bytes
         self._clock = clock
-        self._refused = self._tried = -max(HEALED_S, PAUSE_S)
+        self._refused = self._tried = self._postgres_refused = -max(HEALED_S, PAUSE_S)
+        self._postgres_problem = ""
         self._is_low = False
         self.is_full = False
         """Free bytes are below the mark, or the disk refused a write lately."""
@@ -52,7 +56,7 @@ class DiskSpace:
     def problem(self) -> str:
         """The problem and what to do, or empty while there is room."""
         if not self.is_full:
-            return ""
+            return self._postgres_problem
         return (
             f"the disk of {self._directory.resolve()} is full, {self._usage()[1]} bytes are free: free space there, or"
             " lower store_bytes or merged_bytes; nothing acknowledged is lost, and the run goes on when there is room"
@@ -85,9 +89,19 @@ class DiskSpace:
         self._refused = self._clock.monotonic()
         self._say(is_full=True)
 
+    def note_refusal_of_postgres(self) -> None:
+        """Note a problem for which nothing can make room here."""
+        self._postgres_refused = self._clock.monotonic()
+        if not self._postgres_problem:
+            self._postgres_problem = POSTGRES_IS_FULL
+            _LOG.error("%s", POSTGRES_IS_FULL)
+
     def look(self) -> bool:
         """Update the state; returns whether to make room now."""
         now = self._clock.monotonic()
+        if self._postgres_problem and now - self._postgres_refused >= HEALED_S:
+            self._postgres_problem = ""
+            _LOG.warning("PostgreSQL's disk has room again")
         mark, free = self._usage()
         self._is_low = free < mark
         self._say(is_full=self._is_low or now - self._refused < HEALED_S)

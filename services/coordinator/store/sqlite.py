@@ -25,6 +25,7 @@ class SqliteEngine:
     """A SQLite file, locked for this process."""
 
     errors: tuple[type[Exception], ...] = (sqlite3.Error,)
+    disk = "the coordinator's disk"
 
     def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
         self.connection = connection

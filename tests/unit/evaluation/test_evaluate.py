@@ -280,10 +280,10 @@ def test_versions_are_pulled_from_where_the_file_allows(monkeypatch, tmp_path):
         def __init__(self, *, api, **_):
             self.urls = api._connections
 
-        async def pull(self, **_):
+        async def pull(self, *_, **__):
             allowed.extend(self.urls.allows(f"https://{host}/payloads/1") for host in ("s3.example", "s4.example"))
 
-    monkeypatch.setattr(subject, "Puller", Puller)
+    monkeypatch.setattr(subject, "TrustedPuller", Puller)
     for keys in ({"payload_hosts": ["s3.example"]}, {"payload_urls": "none"}):
         config = SamplerConfig.model_validate({"tls": {"insecure": True}, **keys})
         subject.pull_version("127.0.0.1:1", 0, config, layout=None, spool=tmp_path)

@@ -205,6 +205,7 @@ class PostgresEngine:
     """A session that holds the store's lock."""
 
     errors: tuple[type[Exception], ...] = (psycopg.Error,)
+    disk = "PostgreSQL's disk"
 
     def __init__(self, raw: psycopg.Connection[Any]) -> None:
         """Take over the session with the lock: make tables, begin an epoch.

@@ -89,3 +89,17 @@ def test_delays_stay_below_the_cap_through_an_outage_of_days():
 
     # 2^1024 is no float: 15 s a failure reach it after four hours.
     assert max(backoff.delay_s() for _ in range(20_000)) <= 15.0
+
+
+def test_a_row_of_failures_ends_after_its_budget():
+    clock = ManualClock()
+    backoff = Backoff(clock=clock, rng=random.Random(0), budget_s=30.0)
+    for _ in range(2):
+        backoff.next_delay(Unreachable("cut"))
+        clock.advance(29.0)
+        backoff.next_delay(Unreachable("cut"))
+        backoff.reset()
+    backoff.next_delay(Unreachable("cut"))
+    clock.advance(30.0)
+    with pytest.raises(Unreachable):
+        backoff.next_delay(Unreachable("cut"))

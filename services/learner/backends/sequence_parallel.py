@@ -43,8 +43,8 @@ _ACTION = "set it to 1, or train another model"
 # Other arguments of attention functions that change the result.
 _UNKNOWN = ("position_bias", "softcap", "s_aux")
 _NUMBERS = itertools.count()
-_LOW_TOLERANCE = 0.1
-"""Tolerance of log-probs where products are bf16, which keeps 8 bits."""
+_LOW_TOLERANCE = 0.25
+"""Tolerance of log-probs' mean where products are bf16: one unit of a logit of 32 to 64."""
 
 
 class SliceGroup:
@@ -337,7 +337,9 @@ def slice_passes(
         whole_N, _ = inner(*tensors)
         install(model, attention)
         sliced_N, _ = engine(*tensors)
-    difference = float((whole_N - sliced_N).abs().max())
+    differences_N = (whole_N - sliced_N).abs()
+    # One token may be off by some units of a large logit; a model that mixes positions is off by nats.
+    difference = float(differences_N.mean() if is_low else differences_N.max())
     is_fine = difference <= (_LOW_TOLERANCE if is_low else CHECK_TOLERANCE)
     if not ranks.all_agree(is_fine):
         problem = f"log-probs over slices differ from log-probs of whole rows by {difference:.2g}"

@@ -1,5 +1,6 @@
 """What slices of a micro-batch give together is what whole rows give, in value and gradient; ranks are threads here."""
 
+import contextlib
 import itertools
 import threading
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
+from heterorl.learner.backends import sequence_parallel
 from heterorl.learner.backends.sequence_parallel import (
     SlicedAttention,
     SlicedEngine,
@@ -17,6 +19,7 @@ from heterorl.learner.backends.sequence_parallel import (
     cut,
     heads_for_columns,
     install,
+    slice_passes,
     whole_of_parts,
 )
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
@@ -247,3 +250,28 @@ def test_other_attention_is_not_replaced_silently():
 
     with pytest.raises(ConfigError, match="fused kernels, not eager"):
         install(model, SlicedAttention(_ThreadGroup(_Table(1), 0)))
+
+
+OFF_BY_UNITS = [0.25, 0.125] * 6 + [0.0]
+OFF_BY_NATS = [0.0] * 8 + [2.9, 2.9, 1.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("is_low", "differences", "problem"),
+    [
+        (True, OFF_BY_UNITS, None),
+        (True, OFF_BY_NATS, "over slices differ from log-probs of whole rows by"),
+        (False, OFF_BY_UNITS, "over slices differ from log-probs of whole rows by 0.25"),
+    ],
+)
+def test_rounding_of_large_logits_is_no_mixing_of_positions(monkeypatch, is_low, differences, problem):
+    monkeypatch.setattr(sequence_parallel, "SliceGroup", lambda *_, **__: _ThreadGroup(_Table(1), 0))
+    passes = [torch.zeros(13), torch.tensor(differences)]
+    expected = contextlib.nullcontext() if problem is None else pytest.raises(ConfigError, match=problem)
+
+    with expected:
+        slice_passes(
+            lambda *_: (passes.pop(0), torch.zeros(13)), tiny_model(), size=1,
+            ranks=SimpleNamespace(all_agree=lambda is_fine: is_fine), batching="padded", is_low=is_low,
+            device=torch.device("cpu"),
+        )  # fmt: skip

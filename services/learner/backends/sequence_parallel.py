@@ -7,9 +7,9 @@ columns of its own heads, attends, and gets its columns back:
     all heads of own columns  [R, H, C, D]   <->   all columns of own heads  [R, H/P, P C, D]
 
 An exchange of equal parts is its own transpose: its gradient is the exchange of the gradients. transformers makes no
-mask for a name that it does not know; causality is decided here, sequence by sequence, so no S x S mask is held. Slices
-are consecutive columns of one width; rows are padded on the right, where causal attention cannot see it. All ranks of
-the group then have all log-probs and entropies, and compute the same loss.
+mask for a name that it does not know; causality is decided here, sequence by sequence, so an S x S mask is held for a
+window only. Slices are consecutive columns of one width; rows are padded on the right, where causal attention cannot
+see it. All ranks of the group then have all log-probs and entropies, and compute the same loss.
 
 Guarantees: the gradients of a group's ranks add up to the whole micro-batch's, so an engine that averages over
 all ranks needs the same factor as without slices.
@@ -272,6 +272,9 @@ def _attend(
         columns_S = torch.arange(length, device=query_RHSD.device)
         distances_SS = columns_S[:, None] - columns_S
         mask_SS = (distances_SS >= 0) & (distances_SS < window)
+        # With a mask and shared heads torch has no fused kernel.
+        copies = query_RHSD.shape[1] // key_RKSD.shape[1]
+        key_RKSD, value_RKSD = (states.repeat_interleave(copies, dim=1) for states in (key_RKSD, value_RKSD))
     return functional.scaled_dot_product_attention(
         query_RHSD,
         key_RKSD,

@@ -77,7 +77,9 @@ def hidden_states(
     network: Any = model
     # The model without its output embedding. For an unexpected attribute name transformers answers the whole model.
     inner = network.model if network.base_model is network and hasattr(network, "model") else network.base_model
-    outputs = inner(input_ids=input_ids_RS, position_ids=position_ids_RS, use_cache=False)
+    # Triton launches kernels on the current device, which each thread has for itself.
+    with torch.cuda.device_of(input_ids_RS):
+        outputs = inner(input_ids=input_ids_RS, position_ids=position_ids_RS, use_cache=False)
     hidden_RSH: torch.Tensor = outputs.last_hidden_state
     # index_select, not indexing: the gradient of indexing adds in an undefined order on several threads.
     return hidden_RSH.flatten(0, 1).index_select(0, sources_N)
@@ -127,7 +129,8 @@ def _its_own(model: nn.Module) -> torch.Tensor:
     found = []
     for tokens in _check_ids(model):
         ids_1S = torch.from_numpy(tokens.astype(np.int64))[None].to(device)
-        logits_SV = network(input_ids=ids_1S, use_cache=False).logits[0]
+        with torch.cuda.device_of(ids_1S):
+            logits_SV = network(input_ids=ids_1S, use_cache=False).logits[0]
         logprobs_SV = torch.log_softmax(logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32)), -1)
         found.append(logprobs_SV[1:-1].gather(1, ids_1S[0, 2:, None])[:, 0])
     return torch.cat(found)

@@ -321,7 +321,8 @@ def choose_attention(model: nn.Module, config: BackendConfig) -> None:
         ) from error
     if network.config._attn_implementation != wanted:
         kind = str(getattr(network.config, "model_type", ""))
-        raise ConfigError("backend.attn_implementation", f"{kind} has no {wanted}", action="set it to sdpa")
+        action = f'set it to "{"eager" if wanted == "sdpa" else "sdpa"}"'
+        raise ConfigError("backend.attn_implementation", f"{kind} has no {wanted}", action=action)
 
 
 def compile_block(block: nn.Module, config: BackendConfig) -> None:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from pydantic import ValidationError
-from transformers import AttentionInterface
+from transformers import AttentionInterface, BloomConfig, BloomForCausalLM
 from transformers.integrations.flash_attention import get_target_dtype
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -51,6 +51,13 @@ def test_flash_attention_is_refused_where_it_cannot_run():
 
     with pytest.raises(ConfigError, match=r"backend\.attn_implementation: flash_attention_2 cannot be had.*flash-attn"):
         choose_attention(tiny_model(), config)
+
+
+def test_model_without_fused_attention_is_told_of_the_plain_one():
+    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
+
+    with pytest.raises(ConfigError, match=r'bloom has no sdpa \(set it to "eager"\)'):
+        choose_attention(model, TorchBackendConfig())
 
 
 def test_flash_attention_scores_in_bf16(model_dir):

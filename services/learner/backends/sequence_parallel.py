@@ -31,6 +31,7 @@ from torch import nn
 from torch.nn import functional
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.model.model_directory import first_line
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.passes import PassEngine
 from heterorl.learner.train.batch import Batching
@@ -327,8 +328,8 @@ def slice_passes(
     A check demands that the log-probs of three short sequences stay. All ranks call. `inner` takes whole rows; the
     attention function of its model is exchanged.
 
-    Raises ConfigError: on all ranks: ranks, heads or positions do not allow it, or the model mixes positions outside of
-    its attention.
+    Raises ConfigError: on all ranks: ranks, heads, positions or attention do not allow it, or the model mixes positions
+    outside of its attention.
     """
     check_model(model, size=size)
     group = SliceGroup(ranks, size=size)
@@ -339,7 +340,12 @@ def slice_passes(
     with torch.no_grad():
         whole_N, _ = inner(*tensors)
         install(model, attention)
-        sliced_N, _ = engine(*tensors)
+        try:
+            sliced_N, _ = engine(*tensors)
+        except (AttributeError, TypeError) as error:
+            # As where attention reads the mask itself, which is None on all ranks.
+            problem = f"{type(model).__name__} fails over slices: {type(error).__name__}: {first_line(error)}"
+            raise ConfigError(KEY, problem, action=_ACTION) from error
     differences_N = (whole_N - sliced_N).abs()
     # One token may be off by some units of a large logit; a model that mixes positions is off by nats.
     difference = float(differences_N.mean() if is_low else differences_N.max())

@@ -270,16 +270,18 @@ OFF_BY_NATS = [0.0] * 8 + [2.9, 2.9, 1.1, 0.1, 0.1]
         (True, OFF_BY_UNITS, None),
         (True, OFF_BY_NATS, "over slices differ from log-probs of whole rows by"),
         (False, OFF_BY_UNITS, "over slices differ from log-probs of whole rows by 0.25"),
+        # As attention that adds the mask, of which there is none.
+        (False, None, "Qwen3ForCausalLM fails over slices: TypeError"),
     ],
 )
-def test_rounding_of_large_logits_is_no_mixing_of_positions(monkeypatch, is_low, differences, problem):
+def test_trial_over_slices_allows_for_rounding_alone(monkeypatch, is_low, differences, problem):
     monkeypatch.setattr(sequence_parallel, "SliceGroup", lambda *_, **__: _ThreadGroup(_Table(1), 0))
-    passes = [torch.zeros(13), torch.tensor(differences)]
+    passes = [0.0, None if differences is None else torch.tensor(differences)]
     expected = contextlib.nullcontext() if problem is None else pytest.raises(ConfigError, match=problem)
 
     with expected:
         slice_passes(
-            lambda *_: (passes.pop(0), torch.zeros(13)), tiny_model(), size=1,
+            lambda *_: (torch.zeros(13) + passes.pop(0), torch.zeros(13)), tiny_model(), size=1,
             ranks=SimpleNamespace(all_agree=lambda is_fine: is_fine), batching="padded", is_low=is_low,
             device=torch.device("cpu"),
         )  # fmt: skip

@@ -60,11 +60,14 @@ def test_compiled_steps_equal_those_of_the_cpu(model_dir, cuda):
     _assert_close(_steps(model_dir, device=cuda, compile=True), _steps(model_dir), tolerance=1e-4)
 
 
-def test_ligers_steps_equal_those_of_the_cpu(model_dir, cuda):
+@pytest.mark.parametrize("number", [0, 1])
+def test_ligers_steps_equal_those_of_the_cpu(model_dir, cuda, number):
     pytest.importorskip("liger_kernel", reason="liger-kernel is not installed")
+    if number >= torch.cuda.device_count():
+        pytest.skip("one GPU")
     # In a process of its own: Liger changes classes of transformers, and models on the CPU cannot compute with those.
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        found = pool.submit(_steps, model_dir, device=cuda, liger=True).result()
+        found = pool.submit(_steps, model_dir, device=f"{cuda}:{number}", liger=True).result()
 
     _assert_close(found, _steps(model_dir), tolerance=1e-3)
 

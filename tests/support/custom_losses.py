@@ -81,6 +81,7 @@ def returning(batch: LossBatch, *, what: str) -> object:
         "constants": LossOutput(losses=good_BT.detach()),
         "nan": LossOutput(losses=good_BT * float("nan")),
         "a steep root": LossOutput(losses=(good_BT * 0.0).sqrt()),
+        "metrics without names": LossOutput(losses=good_BT, metrics=[good_BT]),  # type: ignore[arg-type]
         "a number as metric": LossOutput(losses=good_BT, metrics={"drift": 0.5}),  # type: ignore[dict-item]
         "a metric of one number": LossOutput(losses=good_BT, metrics={"drift": good_BT.mean()}),
         "a nan metric": LossOutput(losses=good_BT, metrics={"drift": good_BT * float("nan")}),

@@ -224,10 +224,12 @@ CATALOGUE: dict[str, LossConfig] = {
 """Every algorithm, and every part that has no algorithm of its own, with bounds that act on small differences."""
 
 
-def golden_sample(config: LossConfig, parts: Sequence[Sequence[int]] = ((0, 1, 2, 3),)) -> SequenceSample:
+def golden_sample(
+    config: LossConfig, parts: Sequence[Sequence[int]] = ((0, 1, 2, 3),), *, rewards: Sequence[float] = GOLDEN_REWARDS
+) -> SequenceSample:
     """Measurements of the golden rollouts, in micro-batches of these rows."""
     spec = loss_spec_of(config)
-    batch = build_batch(groups_of([GOLDEN_SAMPLER], [GOLDEN_REWARDS]), loss=config)
+    batch = build_batch(groups_of([GOLDEN_SAMPLER], [rewards]), loss=config)
     samples = []
     for part in parts:
         inputs = collate([batch.sequences[i] for i in part], batching="padded").loss_inputs

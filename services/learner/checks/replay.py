@@ -22,7 +22,7 @@ from heterorl.common.types.common import LoraSettings, SamplingSemantics
 from heterorl.common.types.rollout import Group, drawn_turns, strips_of
 from heterorl.common.weights.arena import Arena, Dtype
 from heterorl.learner.checks.findings import Replay
-from heterorl.learner.train.batch import TrainingSequence, collate, split
+from heterorl.learner.train.batch import MicroBatch, TrainingSequence, collate, split
 from heterorl.learner.train.model import arena_weights, hidden_states, learner_logprobs, load_model, output_embedding
 
 MAX_PASS_TOKENS = 32_768
@@ -113,11 +113,18 @@ def log_ratios(model: nn.Module, groups: Sequence[Group], *, weights: Arena, tem
 def _group_log_ratios(model: nn.Module, group: Group, *, device: torch.device, temperature: float) -> list[float]:
     ratios = [0.0] * len(group.rollouts)
     for part in _parts(group):
-        logprobs_N, _ = learner_logprobs(model, collate(part, batching="padded").to(device), temperature=temperature)
+        logprobs_N = _scored(model, collate(part, batching="padded").to(device), temperature=temperature)
         pieces = logprobs_N.double().cpu().split([sequence.num_drawn for sequence in part])
         for sequence, piece in zip(part, pieces, strict=True):
             ratios[sequence.number] = float(piece.mean()) - float(sequence.sampler_logprobs.mean(dtype=np.float64))
     return ratios
+
+
+def _scored(model: Any, batch: MicroBatch, *, temperature: float) -> torch.Tensor:
+    # Flash attention refuses fp32, the masters' type.
+    is_flash = "flash" in model.config._attn_implementation
+    with torch.autocast(batch.input_ids_RS.device.type, torch.bfloat16, enabled=is_flash):
+        return learner_logprobs(model, batch, temperature=temperature)[0]
 
 
 def _places(sequence: TrainingSequence) -> list[tuple[int, int, int]]:
@@ -169,7 +176,7 @@ class Canary:
         batch = self.batch.to(next(self._model.parameters()).device)
         try:
             with arena_weights(self._model, weights):
-                logprobs_N, _ = learner_logprobs(self._model, batch, temperature=self._temperature)
+                logprobs_N = _scored(self._model, batch, temperature=self._temperature)
         except torch.OutOfMemoryError:
             _LOG.warning(
                 "the canary is skipped: published weights and model do not fit into memory; this version judges no site"

@@ -142,6 +142,8 @@ class CustomLoss:
         is_clipped = torch.zeros_like(weights, dtype=torch.bool) if output.is_clipped is None else output.is_clipped
         if not isinstance(is_clipped, torch.Tensor) or is_clipped.dtype != torch.bool:
             raise self.error("returned is_clipped that is not a tensor of bool")
+        if not isinstance(output.metrics, Mapping):
+            raise self.error(f"returned metrics as a {type(output.metrics).__name__}: give tensors by name")
         if len(output.metrics) > MAX_METRICS:
             raise self.error(f"returned {len(output.metrics)} metrics, {MAX_METRICS} are allowed")
         for name in output.metrics:

@@ -76,7 +76,9 @@ def hidden_states(
     model: nn.Module, input_ids_RS: torch.Tensor, position_ids_RS: torch.Tensor, sources_N: torch.Tensor
 ) -> torch.Tensor:
     """Last hidden states [N, H] that predict completion tokens; see MicroBatch."""
-    outputs = _inner(model)(input_ids=input_ids_RS, position_ids=position_ids_RS, use_cache=False)
+    # Triton launches kernels on the current device, which each thread has for itself.
+    with torch.cuda.device_of(input_ids_RS):
+        outputs = _inner(model)(input_ids=input_ids_RS, position_ids=position_ids_RS, use_cache=False)
     hidden_RSH: torch.Tensor = outputs.last_hidden_state
     # index_select, not indexing: the gradient of indexing adds in an undefined order on several threads.
     return hidden_RSH.flatten(0, 1).index_select(0, sources_N)
@@ -130,15 +132,22 @@ def _ours(model: nn.Module, sequences: Sequence[TrainingSequence], *, batching: 
 
 def _its_own(model: nn.Module) -> torch.Tensor:
     """Log-probs from the model's own logits, one sequence after another."""
-    network: Any = model
-    device = next(model.parameters()).device
     found = []
     for tokens in _check_ids(model):
-        ids_1S = torch.from_numpy(tokens.astype(np.int64))[None].to(device)
-        logits_SV = network(input_ids=ids_1S, use_cache=False).logits[0]
-        logprobs_SV = torch.log_softmax(logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32)), -1)
-        found.append(logprobs_SV[1:-1].gather(1, ids_1S[0, 2:, None])[:, 0])
+        ids_S, logprobs_SV = _all_logprobs(model, tokens)
+        found.append(logprobs_SV[1:-1].gather(1, ids_S[2:, None])[:, 0])
     return torch.cat(found)
+
+
+def _all_logprobs(
+    model: nn.Module, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A text's ids, and log-probs of the vocabulary from the model's own logits."""
+    network: Any = model
+    ids_S = torch.from_numpy(tokens.astype(np.int64)).to(next(model.parameters()).device)
+    with torch.cuda.device_of(ids_S):
+        logits_SV = network(input_ids=ids_S[None], use_cache=False).logits[0]
+    return ids_S, torch.log_softmax(logits_SV.to(torch.promote_types(logits_SV.dtype, torch.float32)), -1)
 
 
 def _problem(model: nn.Module, alone: torch.Tensor, *, batching: Batching, difference: float) -> ConfigError:
@@ -184,15 +193,13 @@ def _difference_of_wide_logits(model: nn.Module) -> float:
         states_SH = outputs.last_hidden_state[0]
         return outputs
 
-    network: Any = model
-    ids_1S = torch.from_numpy(_check_ids(model)[0].astype(np.int64))[None].to(next(model.parameters()).device)
     handle = _inner(model).register_forward_hook(widen)
     try:
-        logits_SV = network(input_ids=ids_1S, use_cache=False).logits[0]
+        _, logprobs_SV = _all_logprobs(model, _check_ids(model)[0])
     finally:
         handle.remove()
     own_SV = states_SH @ output_embedding(model).T
-    return float((logits_SV.log_softmax(-1) - own_SV.log_softmax(-1)).abs().max())
+    return float((logprobs_SV - own_SV.log_softmax(-1)).abs().max())
 
 
 def _check_sequences(model: nn.Module) -> list[TrainingSequence]:
@@ -356,7 +363,8 @@ def choose_attention(model: nn.Module, config: BackendConfig) -> None:
         ) from error
     if network.config._attn_implementation != wanted:
         kind = str(getattr(network.config, "model_type", ""))
-        raise ConfigError("backend.attn_implementation", f"{kind} has no {wanted}", action="set it to sdpa")
+        action = f'set it to "{"eager" if wanted == "sdpa" else "sdpa"}"'
+        raise ConfigError("backend.attn_implementation", f"{kind} has no {wanted}", action=action)
 
 
 def compile_block(block: nn.Module, config: BackendConfig) -> None:

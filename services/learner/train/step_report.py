@@ -89,7 +89,7 @@ def measure(spec: LossSpec, inputs: LossInputs, learner_BT: torch.Tensor, terms:
             clipped.sum(1) if clipped.dim() == 2 else clipped,
             lengths_B if clipped.dim() == 2 else torch.ones_like(lengths_B),
             (mask_BT & ~terms.is_kept_BT).sum(1).double(),
-            _trained(spec, terms, mask_BT),
+            _trained(spec, inputs, terms),
             ratios_BT.square().sum(1),
             lengths_B,
         ]
@@ -97,14 +97,16 @@ def measure(spec: LossSpec, inputs: LossInputs, learner_BT: torch.Tensor, terms:
     return SequenceSample(**dict(zip((field.name for field in fields(SequenceSample)), rows, strict=True)))
 
 
-def _trained(spec: LossSpec, terms: LossTerms, mask_BT: torch.Tensor) -> torch.Tensor:
+def _trained(spec: LossSpec, inputs: LossInputs, terms: LossTerms) -> torch.Tensor:
     def wide(values: torch.Tensor) -> torch.Tensor:
         return values if values.dim() == 2 else values[:, None]
 
     shares_BT = terms.is_kept_BT.double() * wide(terms.weights).clamp(max=1.0)
     if spec.removes_clipped:
-        shares_BT = shares_BT.masked_fill(wide(terms.is_clipped), 0.0)
-    return masked_mean(shares_BT, mask_BT)
+        # A bad rollout's own weight is truncated, and keeps its gradient.
+        is_truncated_B = (inputs.advantages_B < 0) & (spec.negative_weight != "own")
+        shares_BT = shares_BT.masked_fill(wide(terms.is_clipped) & ~is_truncated_B[:, None], 0.0)
+    return masked_mean(shares_BT, inputs.mask_BT)
 
 
 def join(samples: Sequence[SequenceSample]) -> SequenceSample:

@@ -391,12 +391,12 @@ class Writing:
 def _copied(layout: CheckpointLayout, state: ShardedState, rank: int) -> Iterator[tuple[Run, torch.Tensor]]:
     """Copies of a rank's pieces in the host's memory.
     They are complete when the iterator ends."""
-    is_on_device = False
+    device: torch.device | None = None
     for run in layout.runs(state, rank):
         values = state.read(run.name, run.key, start=run.start, size=run.size)
         copy = torch.empty(run.size, dtype=torch.float32, pin_memory=values.is_cuda)
         copy.copy_(values, non_blocking=values.is_cuda)
-        is_on_device = is_on_device or values.is_cuda
+        device = values.device if values.is_cuda else device
         yield run, copy
-    if is_on_device:
-        torch.cuda.synchronize()
+    if device is not None:
+        torch.cuda.synchronize(device)

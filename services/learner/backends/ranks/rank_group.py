@@ -14,14 +14,15 @@ The ranks meet at a store of torch.distributed.
 The store may hold keys of dead processes, since a launcher may restart ranks one by one. Rank 0 therefore reads all
 words until the last rank is in the round, and a rank enters every round that it is welcomed to.
 
-Guarantees: a difference of one rank (code, packages, devices, bytes of the model) is refused on all ranks, under its
-key, before anything is built. The rendezvous compares releases of heterorl earlier, since another release may not read
-rank 0's configuration; here the code is compared, since two checkouts may be of one release.
+Guarantees: a difference of one rank (code, custom loss, packages, devices, bytes of the model) is refused on all ranks,
+under its key, before anything is built. The rendezvous compares releases of heterorl earlier, since another release may
+not read rank 0's configuration; here the code is compared, since two checkouts may be of one release.
 """
 
 import contextlib
 import dataclasses
 import datetime
+import inspect
 import json
 import os
 import platform
@@ -50,6 +51,9 @@ from heterorl.learner.backends.ranks.heartbeats import BeatFiles, Heartbeats, Wa
 from heterorl.learner.backends.ranks.rank_env import RankEnv
 from heterorl.learner.backends.tensor_file import weight_files
 from heterorl.learner.learner_config import LearnerConfig
+from heterorl.learner.loss.custom import KEY as LOSS_KEY
+from heterorl.learner.loss.custom import load_loss
+from heterorl.learner.loss.loss_config import CustomLossConfig, LossConfig
 from heterorl.learner.train.backend_config import BackendConfig
 
 CONNECT = datetime.timedelta(minutes=5)
@@ -272,8 +276,8 @@ class Rendezvous:
             raise RanksApart(f"rank {self.rank_env.rank} cannot join the others: {error}") from error
 
 
-def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Sequence[str]) -> None:
-    """Check that ranks have their devices, the same code and model.
+def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Sequence[str], loss: LossConfig) -> None:
+    """Check that ranks have their devices, the same code, loss and model.
 
     A rank reads its pieces from its machine's directory: other bytes there would mix two models. On one machine the
     directory is not read for this. All ranks call.
@@ -289,7 +293,7 @@ def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Se
             digest = model_digest(model_dir)
         except (OSError, ValueError) as error:
             digest = f"cannot be read: {error}"
-    own = [releases, digest, missing_device(device, rank_env)]
+    own = [releases, digest, missing_device(device, rank_env), loss_digest(loss)]
     rows = [json.loads(row) for row in ranks.all_gather_bytes(json.dumps(own).encode())]
     for row in rows:
         if row[2]:
@@ -302,10 +306,12 @@ def check_alike(ranks: Collectives, *, model_dir: str, device: str, packages: Se
                 f"{name} {first[name]} at rank 0, {others.get(name, 'none')} at rank {rank}" for name in differing
             )
             raise ConfigError("backend.kind", problem, action="install the same code on every machine")
-    others = [rank for rank, row in enumerate(rows) if row[1] and row[1] != rows[0][1]]
-    if others:
-        problem = f"{model_dir} of rank {others[0]} differs from rank 0's: {rows[others[0]][1]}, not {rows[0][1]}"
-        raise ConfigError("model_dir", problem, action="copy the directory of rank 0 to every machine")
+    for place, key, what in ((1, "model_dir", model_dir), (3, LOSS_KEY, "its file")):
+        others = [rank for rank, row in enumerate(rows) if row[place] and row[place] != rows[0][place]]
+        if others:
+            first, other = rows[0][place], rows[others[0]][place]
+            problem = f"{what} of rank {others[0]} differs from rank 0's: {other}, not {first}"
+            raise ConfigError(key, problem, action=f"copy {what} from rank 0 to every machine")
 
 
 def packages_of(config: BackendConfig) -> list[str]:
@@ -364,6 +370,17 @@ def model_digest(model_dir: str) -> str:
     return f"blake3 {hasher.hexdigest()[:16]}"
 
 
+def loss_digest(loss: LossConfig) -> str:
+    """Blake3 of a custom loss's file; empty for other kinds."""
+    if not isinstance(loss, CustomLossConfig):
+        return ""
+    try:
+        path = inspect.getsourcefile(inspect.unwrap(load_loss(loss).function))
+        return f"blake3 {blake3.blake3(Path(path or '').read_bytes()).hexdigest()[:16]}"
+    except (ConfigError, OSError, TypeError) as error:
+        return f"cannot be read: {error}"
+
+
 class RankGroup:
     """One rank's connection to the others."""
 
@@ -411,7 +428,9 @@ class RankGroup:
         device = "cuda" if options.device.startswith("cuda") else "cpu"
         if self._ranks is None:
             self._ranks = self.rendezvous.join(device=device)
-        check_alike(self._ranks, model_dir=config.model_dir, device=device, packages=packages_of(options))
+        check_alike(
+            self._ranks, model_dir=config.model_dir, device=device, packages=packages_of(options), loss=config.loss
+        )
         return self._ranks
 
     def leave(self) -> None:

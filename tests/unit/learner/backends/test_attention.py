@@ -1,11 +1,19 @@
 """Attention's implementations: one step, and what each needs."""
 
+import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
+from transformers import AttentionInterface, BloomConfig, BloomForCausalLM
+from transformers.integrations.flash_attention import get_target_dtype
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.model.contract import ALL_WEIGHTS
+from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.torch_backend import TorchBackend
+from heterorl.learner.checks.replay import Canary, log_ratios
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.learner.train.model import choose_attention
@@ -43,3 +51,34 @@ def test_flash_attention_is_refused_where_it_cannot_run():
 
     with pytest.raises(ConfigError, match=r"backend\.attn_implementation: flash_attention_2 cannot be had.*flash-attn"):
         choose_attention(tiny_model(), config)
+
+
+def test_model_without_fused_attention_is_told_of_the_plain_one():
+    model = BloomForCausalLM(BloomConfig(vocab_size=64, hidden_size=32, n_layer=1, n_head=4))
+
+    with pytest.raises(ConfigError, match=r'bloom has no sdpa \(set it to "eager"\)'):
+        choose_attention(model, TorchBackendConfig())
+
+
+def test_flash_attention_scores_in_bf16(model_dir):
+    types = set()
+
+    def flash(module, query, *others, **options):
+        # As transformers does before flash-attn sees the queries.
+        types.add(get_target_dtype(query, module) or query.dtype)
+        return sdpa_attention_forward(module, query, *others, **options)
+
+    AttentionInterface.register("flash_stub", flash)
+    backend, groups = _backend(model_dir), random_groups(seed=1)
+    weights, ids = Arena(backend.layout), np.arange(1, 5, dtype=np.int32)
+    backend.store(weights)
+    canary = Canary(backend.torch_model, [ScoredText(prompt=ids[:2], completion=ids[2:])], temperature=1.0)
+    whole = canary.score(weights)
+    # Its setter asks for the package.
+    backend.torch_model.config._attn_implementation_internal = "flash_stub"
+
+    low = canary.score(weights)
+    log_ratios(backend.torch_model, [one.group for one in groups], weights=weights, temperature=1.0)
+
+    assert types == {torch.bfloat16}
+    assert low == pytest.approx(whole, abs=0.05)

@@ -249,12 +249,14 @@ def test_heads_of_keys_are_copied_and_what_cannot_be_sliced_is_refused(config, r
 
 
 @pytest.mark.slow
-def test_model_that_mixes_positions_outside_of_attention_is_refused(config, ranks, tmp_path):
+@pytest.mark.parametrize("compute_dtype", ["fp32", "bf16"])
+def test_model_that_mixes_positions_outside_of_attention_is_refused(config, ranks, tmp_path, compute_dtype):
     if ranks.num_ranks == 1:
         pytest.skip("slices need two ranks")
     tiny_model(family="Lfm2", layer_types=["conv", "full_attention"]).save_pretrained(tmp_path / "conv")
 
-    (answer,) = ranks.ask(config(model_dir=tmp_path / "conv", sequence_parallel=2), STEPS[:1])
+    changes = {"sequence_parallel": 2, "compute_dtype": compute_dtype}
+    (answer,) = ranks.ask(config(model_dir=tmp_path / "conv", **changes), STEPS[:1])
 
     assert answer["error"] == "ConfigError"
     assert "backend.sequence_parallel" in answer["message"]

@@ -1,5 +1,6 @@
 """What slices of a micro-batch give together is what whole rows give, in value and gradient; ranks are threads here."""
 
+import contextlib
 import itertools
 import threading
 from types import SimpleNamespace
@@ -9,6 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from heterorl.common.errors import ConfigError
+from heterorl.learner.backends import sequence_parallel
 from heterorl.learner.backends.sequence_parallel import (
     SlicedAttention,
     SlicedEngine,
@@ -17,6 +19,7 @@ from heterorl.learner.backends.sequence_parallel import (
     cut,
     heads_for_columns,
     install,
+    slice_passes,
     whole_of_parts,
 )
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
@@ -103,7 +106,7 @@ def test_exchange_gives_all_columns_of_own_heads_and_takes_them_back(size):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("borders", [[0, WIDTH], [0, 5, 6, WIDTH]], ids=["one", "packed"])
 @pytest.mark.parametrize("size", [2, 4])
-def test_sliced_attention_is_attention_of_whole_rows(size, borders, window, kv_heads):
+def test_sliced_attention_is_attention_of_whole_rows(monkeypatch, size, borders, window, kv_heads):
     rows = 2 if len(borders) == 2 else 1
     states = [
         _states(heads, seed=seed, rows=rows).requires_grad_() for seed, heads in enumerate((4, kv_heads, kv_heads))
@@ -120,6 +123,14 @@ def test_sliced_attention_is_attention_of_whole_rows(size, borders, window, kv_h
     weights = scores.masked_fill(~mask, -torch.inf).softmax(-1)
     expected = (weights @ value.repeat_interleave(copies, 1)).transpose(1, 2)
     expected.backward(slope)
+
+    def fused(*states, attn_mask, enable_gqa, **options):
+        # On a GPU torch has no fused kernel for both.
+        assert attn_mask is None or not enable_gqa
+        return attend(*states, attn_mask=attn_mask, enable_gqa=enable_gqa, **options)
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", fused)
 
     def work(group):
         attention = SlicedAttention(group)
@@ -247,3 +258,30 @@ def test_other_attention_is_not_replaced_silently():
 
     with pytest.raises(ConfigError, match="fused kernels, not eager"):
         install(model, SlicedAttention(_ThreadGroup(_Table(1), 0)))
+
+
+OFF_BY_UNITS = [0.25, 0.125] * 6 + [0.0]
+OFF_BY_NATS = [0.0] * 8 + [2.9, 2.9, 1.1, 0.1, 0.1]
+
+
+@pytest.mark.parametrize(
+    ("is_low", "differences", "problem"),
+    [
+        (True, OFF_BY_UNITS, None),
+        (True, OFF_BY_NATS, "over slices differ from log-probs of whole rows by"),
+        (False, OFF_BY_UNITS, "over slices differ from log-probs of whole rows by 0.25"),
+        # As attention that adds the mask, of which there is none.
+        (False, None, "Qwen3ForCausalLM fails over slices: TypeError"),
+    ],
+)
+def test_trial_over_slices_allows_for_rounding_alone(monkeypatch, is_low, differences, problem):
+    monkeypatch.setattr(sequence_parallel, "SliceGroup", lambda *_, **__: _ThreadGroup(_Table(1), 0))
+    passes = [0.0, None if differences is None else torch.tensor(differences)]
+    expected = contextlib.nullcontext() if problem is None else pytest.raises(ConfigError, match=problem)
+
+    with expected:
+        slice_passes(
+            lambda *_: (torch.zeros(13) + passes.pop(0), torch.zeros(13)), tiny_model(), size=1,
+            ranks=SimpleNamespace(all_agree=lambda is_fine: is_fine), batching="padded", is_low=is_low,
+            device=torch.device("cpu"),
+        )  # fmt: skip

@@ -123,6 +123,7 @@ def test_a_sound_loss_passes_the_trial(loss):
         ("returning", {"what": "constants"}, "no gradient by batch.learner_BT"),
         ("returning", {"what": "nan"}, "a loss of nan or a gradient that is not finite"),
         ("returning", {"what": "a steep root"}, "a gradient that is not finite"),
+        ("returning", {"what": "metrics without names"}, "returned metrics as a list: give tensors by name"),
         ("returning", {"what": "a number as metric"}, "returned metric drift as a float"),
         ("returning", {"what": "a metric of one number"}, r"metric drift of shape \[\]"),
         ("returning", {"what": "a nan metric"}, "a metric drift that is not finite"),

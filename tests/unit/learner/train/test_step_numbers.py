@@ -7,6 +7,7 @@ import torch
 
 from heterorl.learner.loss.loss_config import (
     GepoConfig,
+    GepoProductConfig,
     GepoWholeConfig,
     GrpoConfig,
     GspoConfig,
@@ -71,6 +72,7 @@ def test_sequence_ratios_are_capped_at_eight_and_never_underflow(logs, share):
     ("config", "shares"),
     [
         (ReinforceConfig(), [1.0, 1.0]),
+        (GepoProductConfig(), [PRODUCTS[1], PRODUCTS[3]]),
         (ToprConfig(advantage="mean"), [PRODUCTS[1], PRODUCTS[3]]),
         # The clip takes the gradient of a weight below 0.8.
         (GepoConfig(), [GEPO[1], 0.0]),
@@ -85,3 +87,12 @@ def test_share_of_bad_rollouts_that_train(config, shares, parts):
     bad = sample.trained_B[sample.advantages_B < 0].tolist()
 
     assert sorted(bad, reverse=True) == pytest.approx(shares, abs=1e-10)
+
+
+@pytest.mark.parametrize("config", [GepoProductConfig(), GspoConfig(negative_weight="product")])
+def test_bad_rollouts_with_a_truncated_product_train_whole(config):
+    # Products 1.55 and 1.70.
+    sample = golden_sample(config, rewards=[0.0, 1.0, 0.0, 1.0])
+
+    assert sample.clipped_B[sample.advantages_B < 0].tolist() == [1.0, 1.0]
+    assert sample.trained_B[sample.advantages_B < 0].tolist() == [1.0, 1.0]

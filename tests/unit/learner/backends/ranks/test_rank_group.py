@@ -9,20 +9,22 @@ from heterorl.common.errors import ConfigError
 from heterorl.learner.backends.ranks import rank_group
 from heterorl.learner.backends.ranks.rank_env import RankEnv
 from heterorl.learner.backends.ranks.rank_group import check_alike, code_digest, model_digest, packages_of, releases_of
+from heterorl.learner.loss.loss_config import CustomLossConfig, GepoConfig
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, Fsdp2BackendConfig
 from tests.support.thread_ranks import on_all_ranks
 
 HERE = threading.local()
 
 
-def _checked(monkeypatch, releases, *, models=("", "")):
+def _checked(monkeypatch, releases, *, models=("", ""), losses=None):
     monkeypatch.setattr(rank_group, "releases_of", lambda packages: releases[HERE.rank])
 
     def work(ranks):
         HERE.rank = ranks.rank
         ranks.are_on_one_machine = False
         ranks.rank_env = RankEnv(rank=ranks.rank, local_rank=0, world_size=2, local_world_size=1)
-        return check_alike(ranks, model_dir=str(models[ranks.rank]), device="cpu", packages=[])
+        loss = GepoConfig() if losses is None else losses[ranks.rank]
+        return check_alike(ranks, model_dir=str(models[ranks.rank]), device="cpu", packages=[], loss=loss)
 
     return on_all_ranks(2, work)
 
@@ -49,6 +51,23 @@ def test_model_that_one_machine_has_otherwise_is_named_on_all(monkeypatch, model
     answers = _checked(monkeypatch, [{}, {}], models=models("weights", "weighty"))
 
     assert [answer.key for answer in answers] == ["model_dir", "model_dir"]
+
+
+def test_custom_loss_that_one_machine_has_otherwise_is_named_on_all(monkeypatch, models, tmp_path):
+    losses = []
+    # As two machines have a module under one name, but one process imports it once.
+    for name, weight in (("loss_a", 1), ("loss_b", 1), ("loss_c", 2)):
+        (tmp_path / f"{name}.py").write_text(f"def loss(batch):\n    return {weight} * batch\n")
+        losses.append(CustomLossConfig(function=f"{name}:loss", directory=str(tmp_path)))
+    losses.append(CustomLossConfig(function="loss_d:loss", directory=str(tmp_path)))
+    weights = models("weights", "weights")
+    assert _checked(monkeypatch, [{}, {}], models=weights, losses=losses[:2]) == [None, None]
+
+    for other, problem in ((losses[2], "its file of rank 1 differs"), (losses[3], "no module loss_d")):
+        answers = _checked(monkeypatch, [{}, {}], models=weights, losses=[losses[0], other])
+
+        assert [answer.key for answer in answers] == ["loss.function", "loss.function"]
+        assert all(problem in str(answer) for answer in answers)
 
 
 def test_packages_are_those_that_the_backend_computes_with():

@@ -83,9 +83,9 @@ def types_of(model: nn.Module, dtype: Dtype) -> dict[str, Dtype]:
 
 @torch.no_grad()
 def round_base(model: nn.Module, dtype: Dtype) -> None:
-    """Round weights that adapters will be attached to, in place, to the type of the adapters.
+    """Round a model without adapters to the published type, in place.
 
-    So nodes have one base, in whatever type it is stored and computed.
+    Adapters then have one base on every node, which may store and compute it in another type.
     """
     types = types_of(model, dtype)
     for name, tensor in model.state_dict().items():

@@ -346,7 +346,7 @@ def _fill(opened: OpenedModel, ranks: Collectives) -> None:
 
 @torch.no_grad()
 def _round(model: nn.Module, types: Mapping[str, torch.dtype]) -> None:
-    """Round the tensors named in `types`: a reference's, or a base under adapters."""
+    """Round tensors of a reference, or of a base under adapters."""
     parts = {name: local_part(parameter) for name, parameter in model.named_parameters()}
     for name, part in (*parts.items(), *model.named_buffers()):
         if name in types:

@@ -142,7 +142,7 @@ def _its_own(model: nn.Module) -> torch.Tensor:
 def _all_logprobs(
     model: nn.Module, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """A text's ids, and log-probs of the vocabulary from the model's own logits."""
+    """Ids and, from the model's own logits, log-probs of the vocabulary."""
     network: Any = model
     ids_S = torch.from_numpy(tokens.astype(np.int64)).to(next(model.parameters()).device)
     with torch.cuda.device_of(ids_S):
@@ -179,9 +179,9 @@ def _changed_logits(model: nn.Module, difference: float) -> ConfigError:
 
 
 def _difference_of_wide_logits(model: nn.Module) -> float:
-    """Largest difference of log-probs from those of the output embedding alone, at logits up to 32.
+    """How much the model changes its logits where they reach 32.
 
-    Softcapping at 30 changes the small logits of an untrained model by less than the tolerance.
+    In nats, largest. Softcapping at 30 changes an untrained model's small logits by less than the tolerance.
     """
     states_SH = torch.empty(0)
 

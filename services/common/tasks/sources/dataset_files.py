@@ -146,7 +146,7 @@ def _saved(key: str, directory: Path, split: str) -> ArrowRows:
 
 
 def _named_classes(rows: Any) -> Any:
-    """A dataset's table with the names of classes, such as A to D, in place of their numbers."""
+    """A dataset's table; classes by name, such as A, not by number."""
     import pyarrow as pa
     import pyarrow.compute as pc
 

@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import sqlite3
+import threading
 
 import pytest
 
@@ -20,6 +21,7 @@ from heterorl.coordinator.rollout_column import LEASE_BATCH
 from heterorl.coordinator.store import sqlite as sqlite_engine
 from heterorl.coordinator.store.database import Database
 from tests.support.clock import ManualClock
+from tests.support.limits import WAIT_S
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of, rollout
 
 
@@ -116,10 +118,22 @@ async def test_second_learner_in_the_same_commit_is_refused(begin, clock):
     assert isinstance(results[1], LeaseHeld)
 
 
-async def test_renewal_counts_from_its_request(begin, clock):
+@pytest.mark.parametrize("is_renewal", [True, False])
+async def test_live_learner_keeps_its_lease_while_the_store_stalls(begin, clock, is_renewal):
     core, run = await begin(publish=False)
-    clock.advance(9)
-    await core.renew_lease(epoch=run.epoch)
+    stalled = threading.Event()
+    stall = core.database.submit(lambda _: stalled.wait(WAIT_S))
+    kept = core.renew_lease(epoch=run.epoch) if is_renewal else run.begin()
+    kept = asyncio.ensure_future(kept)
+    await asyncio.sleep(0)
+    clock.advance(11)
+    other = asyncio.ensure_future(core.acquire_lease(holder="other", contract=CONTRACT, request_id="r2"))
+    await asyncio.sleep(0)
+    stalled.set()
+
+    await asyncio.gather(stall, kept)
+    with pytest.raises(LeaseHeld):
+        await other
     clock.advance(9)
     with pytest.raises(LeaseHeld):
         await core.acquire_lease(holder="other", contract=CONTRACT, request_id="r2")

@@ -130,7 +130,7 @@ class CoordinatorConfig(Config):
     max_outstanding_groups: int = Field(default=0, ge=0)
     """Groups leased to samplers, queued or leased to the learner; 0: 4 versions' worth."""
     site_pending_bytes: int = Field(default=256 << 20, ge=1 << 16)
-    """Bytes of one site's groups that are queued or with the learner; at least max_message_bytes."""
+    """Bytes of one site's queued groups, besides those that the learner has taken; at least max_message_bytes."""
     site_groups_per_s: float = Field(default=0.0, ge=0)
     """Average rate of one site's groups; 0: no bound."""
     site_bytes_per_s: float = Field(default=0.0, ge=0)

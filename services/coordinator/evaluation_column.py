@@ -68,7 +68,7 @@ class EvaluationColumn:
         # An earlier process may have left evaluations to sum up.
         await self._end_over()
         grant = await self._context.database.run(operation)
-        self._context.sites.see(site, incarnation, now, policy_version=policy_version)
+        self._context.sites.see(site, incarnation, self._context.clock.monotonic(), policy_version=policy_version)
         return grant
 
     async def push_evaluation(

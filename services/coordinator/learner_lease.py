@@ -32,8 +32,8 @@ class LearnerLease:
 
     def __init__(self, context: CoordinatorContext) -> None:
         self._context = context
-        self._expires = context.started + context.config.learner_lease_s
-        """Monotonic instant, used by store operations only; a lease found at a start gets a fresh term."""
+        self._expires = context.clock.monotonic() + context.config.learner_lease_s
+        """Monotonic instant, used by store operations only; a lease found at a start gets a fresh term at its end."""
 
     async def acquire_lease(
         self,
@@ -87,7 +87,7 @@ class LearnerLease:
                 )
                 offer(connection, variants)
             # Inside the operation: the next request may be in the same commit, and must see this one.
-            self._expires = now + self._context.config.learner_lease_s
+            self._expires = self._context.clock.monotonic() + self._context.config.learner_lease_s
             return epoch, lineage.head_version(connection), reason, other
 
         epoch, head, reason, other = await self._context.change(operation)
@@ -106,10 +106,11 @@ class LearnerLease:
         self, *, epoch: int, progress: LearnerProgress | None = None, refused_rollback: str = ""
     ) -> LeaseGrant:
         """Extend the lease, also after its expiry unless another learner took it."""
-        now = self._context.clock.monotonic()
 
         def operation(connection: Connection) -> LeaseGrant:
             lineage.check_epoch(connection, epoch)
+            # A request that waits behind a slow operation counts from its turn.
+            now = self._context.clock.monotonic()
             self._expires = now + self._context.config.learner_lease_s
             self._context.standing.note(progress, epoch=epoch, now=now)
             holder = get_meta(connection, "holder") or ""

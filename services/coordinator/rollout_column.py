@@ -124,7 +124,7 @@ class RolloutColumn:
             return self._context.deadlines.begin(connection, handed, holder, now), reason
 
         assignments, reason = await self._context.database.run(operation)
-        self._context.sites.see(site, incarnation, now, policy_version=policy_version)
+        self._context.sites.see(site, incarnation, self._context.clock.monotonic(), policy_version=policy_version)
         return WorkGrant(assignments=assignments, reason=reason, retry_after_s=0.0 if assignments else RETRY_AFTER_S)
 
     def _check_end(self, connection: Connection) -> None:

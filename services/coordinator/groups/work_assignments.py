@@ -241,15 +241,17 @@ def give_back(connection: Connection, holder: Holder, assignments: Sequence[int]
     )
 
 
-def held_by(connection: Connection, assignment: int, holder: Holder) -> tuple[int, dict[str, int]] | None:
-    """An assignment's prompt, and its counted returns by site.
-    None if the holder does not have it."""
-    row = connection.execute(
-        "SELECT prompt_index, returned FROM work WHERE assignment = ? AND site = ? AND incarnation = ?"
-        " AND is_leased = 1",
-        (min(assignment, 2**63 - 1), *holder),
-    ).fetchone()
-    return None if row is None else (int(row[0]), json.loads(row[1]))
+def held_by(
+    connection: Connection, assignments: Sequence[int], holder: Holder
+) -> list[tuple[int, int, dict[str, int]]]:
+    """Training assignments among these that the holder has, in order.
+    Each comes with its prompt and its counted returns by site."""
+    rows = connection.execute(
+        "SELECT assignment, prompt_index, returned FROM work WHERE site = ? AND incarnation = ? AND is_leased = 1"
+        f" AND assignment IN {NUMBERS} ORDER BY assignment",
+        (*holder, json.dumps([each for each in assignments if each < HELD_OUT])),
+    ).fetchall()
+    return [(assignment, prompt, json.loads(returned)) for assignment, prompt, returned in rows]
 
 
 def keep_only(connection: Connection, held: Collection[int], holder: Holder) -> None:
@@ -323,13 +325,7 @@ def take_back(
     accepted, in_row = _standing(connection, site)
     following = int(get_meta(connection, "next_assignment") or 0)
     closed = []
-    for assignment in assignments:
-        if assignment >= HELD_OUT:
-            continue
-        row = held_by(connection, assignment, holder)
-        if row is None:
-            continue
-        prompt, returned = row
+    for assignment, prompt, returned in held_by(connection, assignments, holder):
         if in_row < MAX_IN_ROW:
             in_row += 1
             returned[site] = returned.get(site, 0) + 1

@@ -140,7 +140,7 @@ class Requests:
         self._admission = admission
         self._method = method
         self._peer = peer
-        self._holder = holder
+        self.holder = holder
         self._context = context
         self._rooms: list[Reservation] = []
         self._is_by_hand = False
@@ -165,7 +165,7 @@ class Requests:
         if not self._is_by_hand:
             self.close()
         room, data = await self._admission.budget.message(
-            self._holder, self._method, self._context.read, times=PARSED_BYTES
+            self.holder, self._method, self._context.read, times=PARSED_BYTES
         )
         if data is grpc.aio.EOF:
             raise StopAsyncIteration

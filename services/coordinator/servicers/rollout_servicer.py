@@ -1,7 +1,8 @@
 """gRPC servicers of assignments, groups and evaluations, and the pipeline of pushes.
 
     read      waits for messages of one call, bounded by their room; unblocked by the peer, or the call's end
-    submit    waits for messages, then for room among the commits; unblocked by either loop next to it
+    submit    waits for messages, then for room among its certificate's commits; unblocked by either loop next to it,
+              or by the store
     outcomes  waits for a commit, in order; unblocked by the store; ends with the reader
 
 While some groups of a call wait for their fsync, the next ones are examined and queued for the same commit.
@@ -14,12 +15,14 @@ import contextlib
 from collections.abc import AsyncIterator, Sequence
 from itertools import chain, islice
 from typing import Any
+from weakref import WeakValueDictionary
 
 import grpc.aio
 
 from heterorl.common.errors import InvalidRequest, NotRegistered
 from heterorl.common.process.metrics import BYTES
 from heterorl.common.process.threads import in_thread
+from heterorl.common.rpc.server_limits import Caller
 from heterorl.common.types.common import Contract
 from heterorl.common.types.evaluation import EvaluationSet
 from heterorl.common.types.rollout import DropReason, PushOutcome, Rejection
@@ -35,14 +38,16 @@ from heterorl.coordinator import run_metrics
 from heterorl.coordinator.evaluation_column import EvaluationColumn
 from heterorl.coordinator.groups.intake import Arrival, examined
 from heterorl.coordinator.rollout_column import RolloutColumn
+from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
 from heterorl.coordinator.rpc.call_admission import INLINE_BYTES, Requests
 from heterorl.v1 import evaluation_pb2, evaluation_pb2_grpc, rollout_pb2_grpc
 from heterorl.v1 import rollout_pb2 as pb
 
 READ_AHEAD = 16
 BATCH_BYTES = 4 << 20
-"""Bytes that share a commit; a larger message has its own commit."""
+"""Bytes that share a commit, besides PUSH_GROUPS; a larger message has its own commit."""
 COMMITS = 3
+"""Commits of one certificate that wait for the store. The learner's renewal may wait behind them."""
 Pushed = Sequence[pb.Group]
 _Sized = tuple[Pushed, int]
 _Answers = asyncio.Future[list[PushOutcome]]
@@ -59,16 +64,18 @@ class PushStreams:
         # The run's contract never changes.
         self._contract: Contract | None = None
         self._converting = asyncio.Semaphore(1)
+        self._commits: WeakValueDictionary[Caller, asyncio.Semaphore] = WeakValueDictionary()
 
     async def outcomes(self, requests: AsyncIterator[Pushed]) -> AsyncIterator[Sequence[PushOutcome]]:
         """The outcomes of each message's groups, in order.
         Raises RemoteError: a message was refused, after the answers to those before it."""
+        commits = asyncio.Semaphore(COMMITS)
         if isinstance(requests, Requests):
             # Messages keep their room until their groups are in the store.
             requests.settle_by_hand()
+            commits = self._commits.setdefault(requests.holder, commits)
         arrived: asyncio.Queue[_Sized | None] = asyncio.Queue(READ_AHEAD)
         committing: asyncio.Queue[_Commit | None] = asyncio.Queue(COMMITS)
-        commits = asyncio.Semaphore(COMMITS)
         reader = asyncio.create_task(_read(requests, arrived))
         submitter = asyncio.create_task(self._submit(arrived, committing, commits))
         try:
@@ -104,7 +111,7 @@ class PushStreams:
                     if entry is None:
                         is_open = False
                         break
-                    if num_bytes + entry[1] > BATCH_BYTES:
+                    if num_bytes + entry[1] > BATCH_BYTES or sum(map(len, batch)) + len(entry[0]) > PUSH_GROUPS:
                         waiting = entry
                         break
                     batch.append(entry[0])

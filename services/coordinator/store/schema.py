@@ -7,7 +7,7 @@ key is not its first columns.
 
 from __future__ import annotations
 
-SCHEMA_VERSION = 14
+SCHEMA_VERSION = 15
 ANOTHER_PROGRAM = (
     "go on with the release of heterorl that wrote it; or export the model with that release (`heterorl export`), and"
     " begin a run from it with this one"
@@ -43,7 +43,7 @@ CREATE TABLE groups (
     assignment INTEGER NOT NULL, oldest_version INTEGER NOT NULL, num_bytes INTEGER NOT NULL, arrived REAL NOT NULL,
     version INTEGER, payload BLOB, UNIQUE (site, incarnation, sequence));
 CREATE INDEX groups_by_state ON groups (state, oldest_version, arrival);
-CREATE INDEX groups_by_site ON groups (state, site, oldest_version, arrival) WHERE state = 'pending';
+CREATE INDEX groups_by_site ON groups (state, site, oldest_version, arrival, num_bytes) WHERE state = 'pending';
 CREATE INDEX groups_refused ON groups (site, arrival) WHERE state = 'refused';
 CREATE INDEX groups_by_version ON groups (version) WHERE version IS NOT NULL;
 CREATE TABLE work (
@@ -112,7 +112,6 @@ CREATE TABLE prompts (
 CREATE TABLE prompt_totals (name TEXT PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE returners (site TEXT PRIMARY KEY, accepted INTEGER NOT NULL, num_returns INTEGER NOT NULL) WITHOUT ROWID;
 CREATE TABLE lost_shares (site TEXT PRIMARY KEY, share REAL NOT NULL) WITHOUT ROWID;
-CREATE INDEX groups_waiting ON groups (site, num_bytes) WHERE state IN ('pending', 'leased');
 CREATE INDEX versions_abandoned ON versions (is_abandoned, version) WHERE is_abandoned = 1;
 CREATE INDEX work_open ON work (assignment) WHERE is_leased = 0;
 CREATE INDEX steps_by_version ON steps (version);

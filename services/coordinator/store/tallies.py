@@ -110,14 +110,15 @@ def outstanding(connection: Connection) -> int:
 
 
 def waiting_bytes(connection: Connection, site: str) -> int:
-    """Bytes of a site's groups that are queued or with the learner."""
-    query = "SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE site = ? AND state IN ('pending', 'leased')"
+    """Bytes of a site's groups in the queue.
+    The learner's do not count: it may hold part of a version and wait for the rest."""
+    query = "SELECT coalesce(sum(num_bytes), 0) FROM groups WHERE site = ? AND state = 'pending'"
     return int(connection.execute(query, (site,)).fetchone()[0])
 
 
 def waiting_by_site(connection: Connection) -> dict[str, int]:
     """The same of each site that has any."""
-    query = "SELECT site, sum(num_bytes) FROM groups WHERE state IN ('pending', 'leased') GROUP BY site"
+    query = "SELECT site, sum(num_bytes) FROM groups WHERE state = 'pending' GROUP BY site"
     return {site: int(count) for site, count in connection.execute(query)}
 
 

@@ -36,6 +36,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.servicers.run_servicer import RunServicer
 from heterorl.coordinator.sites import audit
+from heterorl.coordinator.store.database import Database
 from heterorl.coordinator.versions import lineage
 from heterorl.v1 import run_pb2
 from tests.support.run import CONTRACT, INCARNATION, LAYOUT, REPORT, SITE, Run, credits_of, frames, rollout
@@ -698,8 +699,13 @@ async def test_restart_keeps_everything_and_gives_leases_a_fresh_term(tmp_path, 
     (work,) = await run.lease(1)
     await first.close()
 
+    class Slow(Database):
+        async def run(self, operation):
+            clock.advance(11)
+            return await super().run(operation)
+
     clock.advance(119)
-    second = await Coordinator.open(config_of(tmp_path), clock)
+    second = await Coordinator.open(config_of(tmp_path), clock, store=Slow)
     try:
         with pytest.raises(LeaseHeld):
             await second.acquire_lease(holder="other", contract=CONTRACT, request_id="r2")

@@ -1,13 +1,16 @@
 """Nothing waits for what cannot come: callers that go away, leases that end, bounds that are reached."""
 
 import asyncio
+import contextlib
 import dataclasses
 import sqlite3
+import threading
 
 import pytest
 
 from heterorl.common.errors import GroupNotAvailable, InvalidRequest, LeaseHeld, RunFinished, UnknownVersion
 from heterorl.common.types.common import Digest
+from heterorl.common.types.evaluation import EvaluationSet
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Span
 from heterorl.common.types.run import Command, Heartbeat
@@ -20,6 +23,7 @@ from heterorl.coordinator.rollout_column import LEASE_BATCH
 from heterorl.coordinator.store import sqlite as sqlite_engine
 from heterorl.coordinator.store.database import Database
 from tests.support.clock import ManualClock
+from tests.support.limits import WAIT_S
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, credits_of, rollout
 
 
@@ -53,6 +57,17 @@ async def _settle(core):
     """Let the tasks under way run until they wait: each answer of the store lets them make one step."""
     for _ in range(5):
         await core.get_status()
+
+
+@contextlib.asynccontextmanager
+async def _stalled(core):
+    """Keep the store's thread from the operations of these calls until all are waiting."""
+    go_on = threading.Event()
+    stall = core.database.submit(lambda _: go_on.wait(WAIT_S))
+    yield
+    await asyncio.sleep(0)
+    go_on.set()
+    await stall
 
 
 async def _cancel_while_it_runs(awaitable):
@@ -116,13 +131,34 @@ async def test_second_learner_in_the_same_commit_is_refused(begin, clock):
     assert isinstance(results[1], LeaseHeld)
 
 
-async def test_renewal_counts_from_its_request(begin, clock):
+@pytest.mark.parametrize("is_renewal", [True, False])
+async def test_live_learner_keeps_its_lease_while_the_store_stalls(begin, clock, is_renewal):
     core, run = await begin(publish=False)
-    clock.advance(9)
-    await core.renew_lease(epoch=run.epoch)
+    async with _stalled(core):
+        kept = asyncio.ensure_future(core.renew_lease(epoch=run.epoch) if is_renewal else run.begin())
+        await asyncio.sleep(0)
+        clock.advance(11)
+        other = asyncio.ensure_future(core.acquire_lease(holder="other", contract=CONTRACT, request_id="r2"))
+
+    await kept
+    with pytest.raises(LeaseHeld):
+        await other
     clock.advance(9)
     with pytest.raises(LeaseHeld):
         await core.acquire_lease(holder="other", contract=CONTRACT, request_id="r2")
+
+
+@pytest.mark.parametrize("sets", [[], [EvaluationSet(name="held", task_digest="d" * 64, num_prompts=1)]])
+async def test_site_is_seen_at_the_end_of_a_stall_of_the_store(begin, clock, sets):
+    core, _ = await begin()
+    asked = {"site": SITE, "incarnation": INCARNATION, "max_groups": 1, "policy_version": 0, "sets": sets}
+    async with _stalled(core):
+        lease = asyncio.ensure_future(core.lease_work(**asked))
+        await asyncio.sleep(0)
+        clock.advance(core.context.config.work_lease_s + 1)
+
+    await lease
+    assert (await core.get_status()).sites[0].last_seen_s == 0
 
 
 async def test_broken_credits_end_the_stream_with_their_error(begin):

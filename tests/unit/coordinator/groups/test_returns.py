@@ -10,6 +10,7 @@ from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.groups.work_assignments import MAX_IN_ROW, MAX_RETURNS, is_hopeless
+from heterorl.coordinator.rollout_column import MAX_ASSIGNMENTS
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, credits_of
 
@@ -190,6 +191,16 @@ async def test_nobody_returns_what_another_site_holds(core, run):
 
     assert await closed(core) == {}
     assert [work.id for work in await ask(core, 4)] == [4, 5, 6, 7]
+
+
+@pytest.mark.sqlite
+async def test_return_of_numbers_that_the_site_does_not_hold_is_few_statements(core, run):
+    statements = []
+    await core.database.run(lambda connection: connection.set_trace_callback(statements.append))
+    await give_back(core, range(1000, 1000 + MAX_ASSIGNMENTS))
+    await core.database.run(lambda connection: connection.set_trace_callback(None))
+
+    assert 0 < len(statements) < 40
 
 
 # ---- what is kept

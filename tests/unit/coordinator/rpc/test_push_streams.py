@@ -5,8 +5,10 @@ import asyncio
 import pytest
 
 from heterorl.common.errors import InvalidRequest
+from heterorl.common.rpc.server_limits import Caller
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import Group, GroupId, PushOutcome, PushStatus
+from heterorl.coordinator.rpc.bounds import PUSH_GROUPS
 from heterorl.coordinator.rpc.call_admission import Requests
 from heterorl.coordinator.servicers import rollout_servicer as servicer
 from heterorl.coordinator.servicers.rollout_servicer import COMMITS, PushStreams
@@ -41,6 +43,8 @@ class Store:
 
 class Messages(Requests):
     """Messages of a call as the door has them, and how many were settled at a time."""
+
+    holder = Caller("sampler eu-1", is_privileged=False, is_proven=True)
 
     def __init__(self, *messages):
         self.messages, self.num_bytes, self.settled = iter(messages), 100, []
@@ -93,13 +97,13 @@ def each_alone(monkeypatch):
 async def pushed(store):
     """Begin to push messages: a task that ends with the call, and the sequences that were answered."""
     before = asyncio.all_tasks()
-    readers = []
+    readers, streams = [], PushStreams(store, max_prompt_tokens=100)
 
     async def begin(messages):
         outcomes = []
 
         async def read():
-            async for some in PushStreams(store, max_prompt_tokens=100).outcomes(messages):
+            async for some in streams.outcomes(messages):
                 outcomes.extend(outcome.id.sequence for outcome in some)
 
         readers.append(asyncio.create_task(read()))
@@ -175,12 +179,29 @@ async def test_store_that_fails_ends_the_call_after_the_answers_before_it(store,
 
 
 async def test_messages_that_came_together_share_a_commit_and_are_settled_when_it_is_answered(store, pushed):
-    messages = Messages(*[message(number) for number in range(1, 4)])
+    # As many groups as a message may have; the last is one more.
+    messages = Messages(message(1), message(2), message(3) * (PUSH_GROUPS - 2), message(4))
     reader, outcomes = await pushed(messages)
-    await store.until(1)
+    await store.until(2)
     await settled()
-    assert ([sequences for sequences, _ in store.commits], messages.settled) == ([[1, 2, 3]], [])
+    together = [1, 2] + [3] * (PUSH_GROUPS - 2)
+    assert ([sequences for sequences, _ in store.commits], messages.settled) == ([together, [4]], [])
 
-    store.commits[0][1].set_result(None)
+    for _, answer in store.commits:
+        answer.set_result(None)
     await reader
-    assert (outcomes, messages.settled) == ([1, 2, 3], [3])
+    assert (outcomes, messages.settled) == ([*together, 4], [3, 1])
+
+
+@pytest.mark.usefixtures("each_alone")
+async def test_calls_of_one_certificate_share_its_commits(store, pushed):
+    readers = [await pushed(Messages(*map(message, range(first, first + COMMITS)))) for first in (1, 11)]
+    await store.until(COMMITS)
+    await settled()
+    assert len(store.commits) == COMMITS
+
+    for number in range(2 * COMMITS):
+        await store.until(number + 1)
+        store.commits[number][1].set_result(None)
+    await asyncio.gather(*(reader for reader, _ in readers))
+    assert [outcomes for _, outcomes in readers] == [[1, 2, 3], [11, 12, 13]]

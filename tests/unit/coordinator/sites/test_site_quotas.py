@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from heterorl.common.process.metrics import REGISTRY
 from heterorl.common.types.rollout import PushStatus
+from heterorl.common.wire.sealed_groups import seal
 from heterorl.coordinator import run_metrics
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -210,7 +211,6 @@ async def test_refused_push_is_taken_later(tmp_path):
 async def test_share_of_the_queue_goes_with_the_groups_that_the_learner_took(tmp_path):
     config = CoordinatorConfig(data_dir=tmp_path / "data", groups_per_version=8)
     core = await Coordinator.open(config, ManualClock())
-    core.context.queue.quotas._pending_limit = 4000
     run = Run(core, tmp_path)
     await run.begin()
     await run.publish()
@@ -225,9 +225,14 @@ async def test_share_of_the_queue_goes_with_the_groups_that_the_learner_took(tmp
         assert site.quota_used == shown
         return shown
 
-    ids = await run.push(4)
-    assert await share() > 0.1
-    await run.publish(consumed=ids)
-    # No push came since.
+    groups = [run.group(work) for work in await run.lease(8)]
+    await core.push_groups(groups[:4])
+    core.context.queue.quotas._pending_limit = sum(len(seal(group).data) for group in groups[:4])
+    assert await share() == 1.0
+    assert {outcome.status for outcome in await core.push_groups(groups[4:])} == {PushStatus.RETRY}
+    # The learner holds half of its version and waits for the rest: no publication makes room.
+    await leased_sites(core, run, 4)
     assert await share() == 0.0
+    assert {outcome.status for outcome in await core.push_groups(groups[4:])} == {PushStatus.ACCEPTED}
+    assert await share() > 0.9
     await core.close()

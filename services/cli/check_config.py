@@ -140,6 +140,20 @@ def check_files(service: Service, config: Any) -> None:
             raise ConfigError("tls.cert", problem, action=f"name files of `heterorl certs issue {service} SITE`")
 
 
+_STATE: dict[Service, str] = {"coordinator": "data_dir", "relay": "cache_dir"}
+"""Keys of the directory of state; `state_dir` for the others."""
+
+
+def check_state(service: Service, config: Any) -> None:
+    """Refuse a file in place of the state's directory; raises ConfigError."""
+    key = _STATE.get(service, "state_dir")
+    path = getattr(config, key).absolute()
+    # The service may run as another user.
+    with suppress(PermissionError):
+        if file := next((each for each in (path, *path.parents) if each.is_file()), None):
+            raise ConfigError(key, f"{file} is a file, not a directory", action="name a directory")
+
+
 def problems(
     service: Service, config: Any, *, is_loading: bool = True, say: Callable[[str], object] = lambda _: None
 ) -> Iterator[HeterorlError]:
@@ -152,6 +166,12 @@ def problems(
             from heterorl.common.identity.credentials import Revocations
 
             yield from _problem(Revocations, Path(config.tls.revoked))
+    if is_loading:
+        yield from _problem(check_state, service, config)
+    if is_loading and service == "learner" and config.signing_key is not None:
+        from heterorl.common.identity.signing import load_signer
+
+        yield from _problem(load_signer, config.signing_key)
     if service == "sampler":
         from heterorl.common.evaluation.evaluation_sets import ignored_draws
 

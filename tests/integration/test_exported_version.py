@@ -11,7 +11,6 @@ from heterorl.common.errors import ConfigError, UnknownVersion, UntrustedVersion
 from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.process.clock import SystemClock
 from heterorl.learner import learner_app
-from heterorl.learner.export import export_model
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import assemble
 from heterorl.sampler import sampler_app
@@ -78,7 +77,8 @@ async def test_a_version_is_exported_as_its_checkpoint_is(tmp_path, monkeypatch,
     checkpoints = sorted((state_dir / "checkpoints").iterdir())
     for version, checkpoint in zip((1, 2), checkpoints[-2:], strict=True):
         expected = tmp_path / f"checkpoint-{version}"
-        export_model(model_dir=base, source=checkpoint, out_dir=expected)
+        said = export("--checkpoint", checkpoint, "--model-dir", base, "--out", expected).stdout
+        assert said == f"model of version {version}, step {version}, written to {expected}\n"
         files = {path.name: path.read_bytes() for path in expected.iterdir()}
         assert {path.name: path.read_bytes() for path in (tmp_path / f"version-{version}").iterdir()} == files
         if version == 2:

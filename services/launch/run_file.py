@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
@@ -234,6 +234,7 @@ class TlsTable(Config):
 class RunFile(Config):
     """The whole run."""
 
+    reference: ClassVar[str] = "docs/launch.md"
     run: RunTable
     coordinator: CoordinatorTable
     learner: LearnerTable = LearnerTable()

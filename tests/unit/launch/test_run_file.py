@@ -111,6 +111,7 @@ WRONG = {
     'id = "my-run"': ('id = "my run"', "run.id"),
     'model_dir = "/models/start"': ("", "run.model_dir"),
     "group_size = 4": ("group_sizes = 4", "run.group_sizes"),
+    "count = 2": ("count = 0", "samplers[0].count: must be at least 1, is 0"),
     "nproc = 2": ("nproc = 0", "learner.nproc"),
     'kind = "fsdp2", device': ('kind = "torch", device', "nproc or nnodes above 1 needs backend.kind"),
     'relay = "eu"': ('relay = "asia"', "samplers[0].relay: no relay has site 'asia'"),
@@ -134,6 +135,8 @@ def test_wrong_value_is_refused_by_the_name_of_its_key(right, tmp_path):
         load(RunFile, path)
 
     assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.action == ("docs/launch.md lists every key" if "group_sizes" in said else "")
 
 
 SERVICES_REFUSE = {

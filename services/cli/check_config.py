@@ -6,6 +6,7 @@ import functools
 import importlib
 import importlib.util
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -139,6 +140,20 @@ def check_files(service: Service, config: Any) -> None:
             raise ConfigError("tls.cert", problem, action=f"name files of `heterorl certs issue {service} SITE`")
 
 
+_STATE: dict[Service, str] = {"coordinator": "data_dir", "relay": "cache_dir"}
+"""Keys of the directory of state; `state_dir` for the others."""
+
+
+def check_state(service: Service, config: Any) -> None:
+    """Refuse a file in place of the state's directory; raises ConfigError."""
+    key = _STATE.get(service, "state_dir")
+    path = getattr(config, key).absolute()
+    # The service may run as another user.
+    with suppress(PermissionError):
+        if file := next((each for each in (path, *path.parents) if each.is_file()), None):
+            raise ConfigError(key, f"{file} is a file, not a directory", action="name a directory")
+
+
 def problems(
     service: Service, config: Any, *, is_loading: bool = True, say: Callable[[str], object] = lambda _: None
 ) -> Iterator[HeterorlError]:
@@ -151,6 +166,12 @@ def problems(
             from heterorl.common.identity.credentials import Revocations
 
             yield from _problem(Revocations, Path(config.tls.revoked))
+    if is_loading:
+        yield from _problem(check_state, service, config)
+    if is_loading and service == "learner" and config.signing_key is not None:
+        from heterorl.common.identity.signing import load_signer
+
+        yield from _problem(load_signer, config.signing_key)
     if service == "sampler":
         from heterorl.common.evaluation.evaluation_sets import ignored_draws
 
@@ -185,7 +206,7 @@ def problems(
     yield from _problem(lambda: task.append(build_task(config.task, measure=measure)))
     if task:
         if prompter:
-            say(counted(task[0], prompter[0]))
+            say(counted(task[0], prompter[0], config))
         yield from _problem(_try_reward, service, config, task[0], prompter[0] if prompter else None)
     if service == "sampler" and prompter:
         for each in config.evaluation:
@@ -208,8 +229,8 @@ def _packages(service: str, config: Any) -> Iterator[tuple[str, str]]:
         yield "opentelemetry", "otel"
 
 
-def counted(task: Any, prompter: Any) -> str:
-    """Number of a task's prompts, and the longest of a sample."""
+def counted(task: Any, prompter: Any, config: Any) -> str:
+    """Number of prompts, the longest of a sample, and those too long."""
     from heterorl.common.tasks.environments.environment_task import environments_of
     from heterorl.common.tasks.sources.row_reader import lengths_of
 
@@ -218,10 +239,23 @@ def counted(task: Any, prompter: Any) -> str:
     lengths = lengths_of([task.prompt(index) for index in indices], functools.partial(_num_tokens, task, prompter))
     longest = int(lengths.argmax())
     of = f"the longest of {len(indices)}" if len(indices) < task.num_prompts else "the longest"
+    new, room = config.sampling.max_new_tokens, _positions(config)
+    num_long = int((lengths + new > room).sum()) if room else 0
+    too_long = f"; {num_long} of {len(indices)} are too long for {room} tokens with {new} new ones: they make no group"
     return (
         f"{amount(task.num_prompts, 'prompt')} to train on, {task.num_evaluation_prompts} held out; {of} has "
         f"{amount(int(lengths[longest]), 'token')} with its template (prompt {indices[longest]})"
+        f"{too_long if num_long else ''}"
     )
+
+
+def _positions(config: Any) -> int:
+    """Tokens of the model's context; 0 if unbounded or unreadable."""
+    from heterorl.common.model.model_loading import token_limits_at
+
+    with suppress(ConfigError):
+        return token_limits_at(config.model_dir).positions
+    return 0
 
 
 def _num_tokens(task: Any, prompter: Any, prompts: Sequence[Any]) -> list[int | None]:

@@ -256,7 +256,7 @@ def export(
             model, source = str(model_dir), checkpoint
         from heterorl.learner.export import export_model
 
-        export_model(
+        manifest = export_model(
             model_dir=model,
             source=source,
             out_dir=out,
@@ -264,7 +264,8 @@ def export(
             dtype=dtype,
             max_shard_size=max_shard_size,
         )
-    console_of().print(f"model written to {out}")
+    of = f" of version {manifest.version}, step {manifest.step}," if manifest else ""
+    console_of().print(f"model{of} written to {out}", soft_wrap=True)
 
 
 @contextmanager

@@ -9,7 +9,7 @@ import datetime
 import secrets
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -18,6 +18,9 @@ from heterorl.cli.connection import Link, bytes_bar, console_of, linked
 from heterorl.common.errors import ConfigError, OperatorError, RunFinished, UnknownVersion
 from heterorl.common.types.common import amount
 from heterorl.common.types.policy import version_words
+
+if TYPE_CHECKING:
+    from heterorl.common.types.run import RunStatus
 
 
 @linked()
@@ -44,15 +47,25 @@ def rollback(
         found = link.ask(read_versions)
         console_of().print(versions_table(found) if found else "only the newest version can be rebuilt")
         return
+
+    async def order(run: Any) -> tuple[RunStatus, int]:
+        return await run.get_status(), await run.rollback(to_version=to, request_id=secrets.token_hex(8))
+
     try:
-        head = link.ask(lambda run: run.rollback(to_version=to, request_id=secrets.token_hex(8)))
+        before, head = link.ask(order)
     except UnknownVersion as error:
         # The error's own action is for a service, which would pull another version.
         action = "`heterorl rollback --list` shows the versions to choose from"
         raise UnknownVersion(error.args[0], action=action) from error
     except RunFinished as error:
         raise RunFinished(error.args[0], action="raise it and start the coordinator again, then order") from error
-    said = f"the learner goes back to version {to} at its next step" if to >= 0 else "the order is cancelled"
+    if to < 0:
+        said = "the order is cancelled" if before.rollback_to >= 0 else "no order is open"
+    elif before.learner:
+        said = f"the learner goes back to version {to} at its next step"
+    else:
+        run = "the run is complete and" if before.is_draining else "the run"
+        said = f"{run} has no learner: one that starts goes back to version {to}"
     typer.echo(f"{said}; the run is at {version_words(head)}")
 
 

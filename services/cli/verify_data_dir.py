@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import functools
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from heterorl.common.errors import ConfigError
+from heterorl.common.identity.signing import PUBLIC_KEY
+from heterorl.common.process.config_file import PATTERNS
 from heterorl.common.types.common import amount
 from heterorl.common.types.policy import Manifest
 from heterorl.coordinator.offline.history import History, open_store, read_histories
@@ -39,6 +43,9 @@ def verify_directory(directory: Path, *, keys: Sequence[str], is_replaying: bool
     Raises OperatorError if there is no store, it is in use, its payloads are in a bucket, or a key is not a public key;
     CorruptStore if it is unreadable.
     """
+    for key in keys:
+        if re.fullmatch(PUBLIC_KEY, key) is None:
+            raise ConfigError("--key", f"{key!r} is not {PATTERNS[PUBLIC_KEY]}", action="copy its line")
     trained: dict[int, Manifest] | None = None
     is_sound = True
     with read_histories(directory) as histories:

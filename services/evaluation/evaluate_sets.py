@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.evaluation.summary import Standing, estimate_text, standing, summarize
 from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.process.clock import Bell, SystemClock
@@ -27,10 +29,12 @@ from heterorl.common.text.conversation import try_reward
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.evaluation import EvaluationSpec, EvaluationSummary, PromptResult
 from heterorl.common.types.rollout import WorkAssignment
-from heterorl.evaluation.subject import Subject
+from heterorl.evaluation.subject import FROM_TASK, Subject
 from heterorl.sampler.prompt_evaluator import PromptEvaluator, SiteSet
 from heterorl.sampler.rollout.group_builder import GroupBuilder
 from heterorl.sampler.rollout.in_flight_groups import EvaluationRequests
+
+_LENGTH = "max_new_tokens"
 
 
 def evaluate_set(subject: Subject, of: SiteSet, *, on_prompt: Callable[[PromptResult], None]) -> list[PromptResult]:
@@ -98,6 +102,19 @@ async def _collect(engine: Engine, evaluation_requests: EvaluationRequests, news
             await ticket.wait()
 
 
+@contextmanager
+def _naming_length(task_set: str) -> Iterator[None]:
+    """Name the table of completions that are too long."""
+    try:
+        yield
+    except ConfigError as error:
+        if error.key != _LENGTH:
+            raise
+        table = "sampling" if task_set == FROM_TASK else f"evaluation.{task_set}"
+        problem = str(error.args[0]).removeprefix(f"{_LENGTH}: ")
+        raise error.within(f"{table}.{_LENGTH}", problem, action="lower it there or by --max-new-tokens") from error
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """One subject on one set."""
@@ -128,7 +145,8 @@ def evaluate_all(
         for one in sets:
             on_begin(subject.name, one)
             started = time.perf_counter()
-            results = evaluate_set(subject, one, on_prompt=on_prompt)
+            with _naming_length(one.name):
+                results = evaluate_set(subject, one, on_prompt=on_prompt)
             yield Row(
                 subject=subject.name,
                 version=subject.version,

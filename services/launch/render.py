@@ -94,6 +94,7 @@ def render(launcher: Launcher, run: RunFile, parts: Sequence[str] = ()) -> Tree:
     }
     values |= {"title": _TITLES[launcher], "places": places, "hosts": hosts, "data_dirs": data_dirs(run)}
     values["bucket_file"] = _bucket_file(run)
+    values["code"] = list(_stated_code(run))
     # Parts that the run lacks leave blank lines.
     words = re.sub(r"\n{3,}", "\n\n", _fill(f"{launcher}/README.md", values))
     return tree | {"README.md": words.strip() + "\n"}
@@ -128,6 +129,8 @@ POD_NAME = 52
 
 _HIDDEN = ("/home", "/root", "/run/user", "/tmp", "/var/tmp")
 """Places that services of systemd do not see: ProtectHome and PrivateTmp of their units."""
+_NOT_OF_FILES = ("http://", "https://", "textarena:", "openenv:", "verifiers:")
+"""Beginnings of rewards and environments that are no modules."""
 _OF_LIBPQ = ("passfile", "sslcert", "sslkey", "sslrootcert", "sslcrl", "sslcrldir")
 
 
@@ -141,13 +144,28 @@ def _paths_of_coordinator(run: RunFile) -> Iterator[tuple[str, str]]:
     yield "coordinator.config.payloads.credentials_file", _bucket_file(run)
 
 
+def _tasks(run: RunFile) -> Iterator[tuple[str, dict[str, Any]]]:
+    yield "run.task", run.run.task
+    for place, each in enumerate(run.run.task.get("sources", ())):
+        yield f"run.task.sources[{place}]", each
+
+
+def _stated_code(run: RunFile) -> Iterator[str]:
+    """Modules and programs that services look for in the configuration's directory."""
+    if "function" in run.run.loss:
+        yield str(run.run.loss["function"])
+    for _, task in _tasks(run):
+        rewards = (each.get("function") for each in task.get("rewards", ()))
+        for name in (task.get("reward"), task.get("environment"), *rewards):
+            if name and not name.startswith(_NOT_OF_FILES):
+                yield name
+
+
 def _stated_paths(run: RunFile) -> Iterator[tuple[str, str]]:
     yield "run.model_dir", run.run.model_dir
     for path in run.run.data_dirs:
         yield "run.data_dirs", path
-    sources = run.run.task.get("sources", ())
-    tasks = [("run.task", run.run.task), *((f"run.task.sources[{place}]", each) for place, each in enumerate(sources))]
-    for where, task in tasks:
+    for where, task in _tasks(run):
         for key in ("name", "evaluation_path", "reward_path", "environment_path"):
             value = str(task.get(key, ""))
             yield f"{where}.{key}", value.partition(":")[2].partition("[")[0] if key == "name" else value
@@ -168,7 +186,7 @@ def _check_paths(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> Non
     mounted = data_dirs(run)
     for key, stated in _stated_paths(run):
         path = os.path.normpath(stated) if stated.startswith("/") else stated
-        if key == "run.model_dir" and path.startswith((".", "~")):
+        if key == "run.model_dir" and path.startswith("~"):
             raise ConfigError(key, f"{path} is relative", action="give an absolute directory or a hub id")
         if not path.startswith("/"):
             continue

@@ -7,13 +7,15 @@ It checks that hosts, sites, ports and devices fit together; each service's sche
 
 from __future__ import annotations
 
-from pathlib import PurePosixPath
-from typing import Annotated, Any
+import os
+from pathlib import Path, PurePosixPath
+from typing import Annotated, Any, ClassVar
 
-from pydantic import Field, JsonValue, field_validator, model_validator
+from pydantic import AfterValidator, Field, JsonValue, ValidationInfo, field_validator, model_validator
 
 from heterorl.common.process.address import check_database, is_loopback
 from heterorl.common.process.config_file import Config
+from heterorl.common.tasks.source_config import from_file
 
 HOST = r"^[A-Za-z0-9]([A-Za-z0-9.-]{0,251}[A-Za-z0-9])?$"
 SITE = r"^[a-z0-9]([a-z0-9-]{0,30}[a-z0-9])?(\.[a-z0-9]([a-z0-9-]{0,10}[a-z0-9])?){0,2}$"
@@ -29,6 +31,29 @@ Memory = Annotated[str, Field(pattern=r"^([1-9][0-9]{0,5}[mg])?$")]
 Table = dict[str, JsonValue]
 
 
+def _absolute(value: str, info: ValidationInfo) -> str:
+    return value if value.startswith("/") else os.path.normpath(from_file(value, info))
+
+
+def _with_files(value: Any, info: ValidationInfo) -> Any:
+    """The tables, their data files absolute: nodes run elsewhere."""
+    if isinstance(value, list):
+        return [_with_files(each, info) for each in value]
+    if not isinstance(value, dict):
+        return value
+    found = {key: _with_files(each, info) for key, each in value.items()}
+    kind, _, path = str(found.get("name", "")).partition(":")
+    if kind in ("jsonl", "parquet") and path:
+        found["name"] = f"{kind}:{_absolute(path, info)}"
+    if isinstance(path := found.get("evaluation_path"), str) and path:
+        found["evaluation_path"] = _absolute(path, info)
+    return found
+
+
+TaskTables = Annotated[dict[str, Any], AfterValidator(_with_files)]
+"""Tables with [task]; its data files are relative to run.toml."""
+
+
 class RunTable(Config):
     """Settings that all nodes of the run share."""
 
@@ -39,7 +64,8 @@ class RunTable(Config):
     version: str = Field(default="local", pattern=r"^[A-Za-z0-9_][A-Za-z0-9_.-]{0,127}$")
     """Tag of the images."""
     model_dir: str = Field(min_length=1, max_length=4096)
-    """Hugging Face directory or hub id of the start model; a directory has the same path on every host."""
+    """Hugging Face directory or hub id of the start model; a directory has the same path on every host. It is relative
+    to run.toml if it begins with a dot or is there."""
     data_dirs: tuple[Annotated[str, Field(pattern=r"^/[A-Za-z0-9._/@+-]*$")], ...] = ()
     """More directories that learner and samplers read, such as datasets; containers mount them read-only."""
     group_size: int = Field(default=8, ge=2, le=4096)
@@ -54,7 +80,7 @@ class RunTable(Config):
     """Format prompts with the tokenizer's chat template."""
     chat_template_arguments: Table = Field(default_factory=dict)
     """Arguments of the template besides the messages."""
-    task: dict[str, Any] = Field(default_factory=dict)
+    task: TaskTables = Field(default_factory=dict)
     """[task] of learner and samplers."""
     sampling: Table = Field(default_factory=dict)
     """[sampling] of learner and samplers."""
@@ -62,6 +88,13 @@ class RunTable(Config):
     """[lora] of learner and samplers."""
     loss: Table = Field(default_factory=dict)
     """[loss] of the learner."""
+
+    @field_validator("model_dir")
+    @classmethod
+    def _find_model(cls, value: str, info: ValidationInfo) -> str:
+        path = _absolute(value, info)
+        # Another name is the hub's.
+        return path if value.startswith(".") or Path(path).is_dir() else value
 
 
 class PostgresTable(Config):
@@ -118,7 +151,7 @@ class LearnerTable(Config):
     """[backend] of learner.toml; `device = "cuda"` requests GPUs."""
     memory: Memory = ""
     """Memory limit of its processes on one machine together; `heterorl plan` estimates it. Empty: no limit."""
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: TaskTables = Field(default_factory=dict)
     """More keys of learner.toml."""
 
     @property
@@ -171,7 +204,7 @@ class SamplerTable(Config):
     """[engine] of sampler.toml; `kind` is hf or vllm."""
     memory: Memory = ""
     """Memory limit of each sampler's processes. Empty: no limit."""
-    config: dict[str, Any] = Field(default_factory=dict)
+    config: TaskTables = Field(default_factory=dict)
     """More keys of sampler.toml."""
 
     @property
@@ -201,6 +234,7 @@ class TlsTable(Config):
 class RunFile(Config):
     """The whole run."""
 
+    reference: ClassVar[str] = "docs/launch.md"
     run: RunTable
     coordinator: CoordinatorTable
     learner: LearnerTable = LearnerTable()

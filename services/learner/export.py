@@ -95,8 +95,9 @@ def export_model(
     adapter_only: bool = False,
     dtype: Dtype | None = None,
     max_shard_size: str = "5GB",
-) -> None:
+) -> Manifest | None:
     """Write safetensors in the published type, config, generation config and tokenizer.
+    Returns a checkpoint's manifest.
 
     A checkpoint of adapters is merged into the base model in fp32. Samplers add the two outputs instead, so the merged
     model equals theirs up to rounding; with `adapter_only` the adapters are those that were published, bit for bit.
@@ -121,21 +122,23 @@ def export_model(
     out_dir = out_dir.resolve()
     _check_place(out_dir)
     _check_shard_size(max_shard_size)
+    manifest: Manifest | None = None
     with ExitStack() as stack:
         if isinstance(source, Path):
             path = stack.enter_context(_kept(source))
             lora = read_lora(path / BACKEND_DIRECTORY)
+            manifest = manifest_from_bytes(read_checkpoint(path).manifest)
         else:
             lora = source.lora
         if adapter_only and not lora.rank:
             raise ConfigError("adapter", "the run trains all weights", action="export without it")
         if lora.rank:
             model, layout, read = _adapted(model_dir, path if isinstance(source, Path) else source, lora)
-        elif isinstance(source, Path):
-            manifest = manifest_from_bytes(read_checkpoint(path).manifest)
+        elif manifest is not None:
             model, layout = _model_of(model_dir, manifest.layout_id)
             read = functools.partial(tensors.read_tensor, _verified(path, manifest, layout))
         else:
+            assert not isinstance(source, Path), "a checkpoint has a manifest"
             model, layout = _model_of(model_dir, source.layout_id)
             read = functools.partial(tensors.read_tensor, source.pull(layout))
         dtype = dtype or tensors.main_type(layout)
@@ -153,6 +156,7 @@ def export_model(
             for file in directory.glob("*.safetensors"):
                 # safetensors writes files for their owner only.
                 shutil.copymode(next(directory.glob("*config.json")), file)
+    return manifest
 
 
 def _check_shard_size(max_shard_size: str) -> None:

@@ -439,7 +439,8 @@ def _cluster(asked: Question) -> Cluster:
 
 def _check(asked: Question) -> None:
     for key, value, least in (
-        ("--params", asked.parameters, 1e5),
+        # A stated number below it lacks its zeros, such as 8 in place of 8e9.
+        ("--params", asked.parameters, 1 if asked.shape else 1e5),
         ("--gpus", asked.gpus, 1),
         ("--gpus-per-node", asked.gpus_per_node, 1),
         ("--link", asked.link_bits_per_s, 1.0),

@@ -77,7 +77,8 @@ class InUse(OperatorError):
             self.address = (store / "address").read_text(encoding="ascii")[:300].strip()
         except OSError:
             self.address = ""
-        action = f"heterorl report {self.address or 'HOST:PORT'} --credentials DIR asks the running coordinator"
+        command = f"heterorl report {self.address or 'HOST:PORT'} --credentials DIR"
+        action = f"{command}, or with --insecure if the run has no certificates, asks the running coordinator"
         super().__init__(f"{store / STORE_FILE} is in use", action=action)
 
 

@@ -13,7 +13,6 @@ from heterorl.common.process.clock import SystemClock
 from heterorl.common.process.metrics import BYTES
 from heterorl.evaluation import subject
 from heterorl.learner import learner_app
-from heterorl.learner.export import export_model
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import assemble
 from heterorl.sampler import sampler_app
@@ -82,7 +81,8 @@ async def test_a_version_is_exported_as_its_checkpoint_is(tmp_path, monkeypatch,
     checkpoints = sorted((state_dir / "checkpoints").iterdir())
     for version, checkpoint in zip((1, 2), checkpoints[-2:], strict=True):
         expected = tmp_path / f"checkpoint-{version}"
-        export_model(model_dir=base, source=checkpoint, out_dir=expected)
+        said = export("--checkpoint", checkpoint, "--model-dir", base, "--out", expected).stdout
+        assert said == f"model of version {version}, step {version}, written to {expected}\n"
         files = {path.name: path.read_bytes() for path in expected.iterdir()}
         assert {path.name: path.read_bytes() for path in (tmp_path / f"version-{version}").iterdir()} == files
         if version == 2:

@@ -261,6 +261,8 @@ async def test_export_that_fails_leaves_no_file(secure):
     out = secure.directory / "run.jsonl"
     result = await asyncio.to_thread(heterorl, secure, "samples", "export", str(out), "--version", "x")
     assert "is not N or A:B" in str(result.exception)
+    result = await asyncio.to_thread(heterorl, secure, "samples", "list", "--version", "9:5")
+    assert "'9:5' ends before it begins (give 5:9)" in str(result.exception)
     for command in (("list",), ("export", str(out))):
         result = await asyncio.to_thread(heterorl, secure, "samples", *command, "--why", "nonsense")
         assert "'nonsense' is not a reason (one of consumed, evaluation, stale_at_ingest, " in str(result.exception)

@@ -213,6 +213,8 @@ def _filter(
             "--version", f"{version!r} is not N or A:B", action="give one version, or first and last as in 3:7"
         )
     first, colon, last = match.groups()
+    if first and last and int(first) > int(last):
+        raise ConfigError("--version", f"{version!r} ends before it begins", action=f"give {last}:{first}")
     return SampleFilter(
         site=site,
         kind=None if kind is None else SampleKind(kind),

@@ -25,7 +25,8 @@ from pydantic import Field
 from heterorl.common.errors import ConfigError, UnsignedManifest, WrongSignature
 
 PREFIX = "ed25519:"
-PublicKey = Annotated[str, Field(pattern=r"^ed25519:[0-9a-f]{64}$")]
+PUBLIC_KEY = r"^ed25519:[0-9a-f]{64}$"
+PublicKey = Annotated[str, Field(pattern=PUBLIC_KEY)]
 """A public key in the form of configurations."""
 MAX_KEY_FILE_BYTES = 4096
 KEY = "signing_key"

@@ -14,7 +14,7 @@ import types
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.fields import FieldInfo
@@ -75,7 +75,11 @@ class Problem:
 
 def problems_of(schema: type[BaseModel], error: ValidationError) -> tuple[Problem, ...]:
     """Every problem that pydantic found, in its order."""
-    return tuple(_problem(schema, entry) for entry in error.errors())
+    found = error.errors()
+    # A list without its refused entries is too short as well.
+    within = {entry["loc"][:end] for entry in found for end in range(len(entry["loc"]))}
+    kept = (entry for entry in found if entry["type"] != "too_short" or entry["loc"] not in within)
+    return tuple(_problem(schema, entry) for entry in kept)
 
 
 def all_keys(schema: type[BaseModel], prefix: str = "") -> Iterator[str]:
@@ -196,7 +200,6 @@ def _kinds(model: type[BaseModel]) -> tuple[Any, ...]:
     return get_args(field.annotation) if field is not None and get_origin(field.annotation) is Literal else ()
 
 
-_ACTION = "heterorl print-config SERVICE lists every key"
 DIRECTORY = "directory"
 """Key of the validation context: the configuration file's directory, for relative paths."""
 _PLAIN = (int, float, bool, Path, type(None))
@@ -218,6 +221,9 @@ class Config(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, validate_default=True, ser_json_inf_nan="constants"
     )
+
+    reference: ClassVar[str] = "heterorl print-config SERVICE"
+    """Lists every key."""
 
     def stated(self) -> dict[str, Any]:
         """Plain values of kinds, keys that are set, and paths."""
@@ -325,12 +331,12 @@ def _piped(path: Path) -> str:
 class InvalidConfig(ConfigError):
     """All unknown keys and invalid values of a file, one a line."""
 
-    def __init__(self, problems: Sequence[Problem], *, source: str) -> None:
+    def __init__(self, problems: Sequence[Problem], *, source: str, reference: str = Config.reference) -> None:
         self.problems = tuple(problems)
-        unknown = any(problem.is_unknown_key for problem in problems)
-        super().__init__(problems[0].key, problems[0].text, action=_ACTION if unknown else None)
+        action = f"{reference} lists every key" if any(problem.is_unknown_key for problem in problems) else None
+        super().__init__(problems[0].key, problems[0].text, action=action)
         if len(problems) > 1:
-            lines = [f"{source} has {len(problems)} problems:", *map(str, problems), *([_ACTION] if unknown else [])]
+            lines = [f"{source} has {len(problems)} problems:", *map(str, problems), *([action] if action else [])]
             self.args, self.action = ("\n".join(lines),), ""
         elif not problems[0].key:
             self.args = (problems[0].text,)
@@ -348,7 +354,7 @@ def load(schema: type[ConfigT], path: Path | None, overrides: Sequence[str] = ()
         return schema.model_validate(table, context={DIRECTORY: path.parent if path is not None else ""})
     except ValidationError as error:
         source = str(path) if path is not None else "the configuration"
-        raise InvalidConfig(problems_of(schema, error), source=source) from error
+        raise InvalidConfig(problems_of(schema, error), source=source, reference=schema.reference) from error
 
 
 def checked(check: Callable[..., object], *arguments: object) -> None:

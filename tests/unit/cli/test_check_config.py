@@ -9,6 +9,7 @@ from types import SimpleNamespace
 from typing import get_args
 
 import pytest
+from transformers import Qwen3Config
 from typer.testing import CliRunner
 
 from heterorl.cli.check_config import counted
@@ -292,12 +293,21 @@ def test_the_longest_prompt_is_counted(tmp_path):
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = build_task(TaskConfig(name=f"jsonl:{path}", evaluation_path=str(held_out(tmp_path))))
 
-    words = counted(task, SimpleNamespace(num_tokens=lambda prompts: [len(prompt.text) for prompt in prompts]))
+    prompter = SimpleNamespace(num_tokens=lambda prompts: [len(prompt.text) for prompt in prompts])
+    words = counted(task, prompter, with_positions(tmp_path, 50))
+    fewer = counted(task, prompter, with_positions(tmp_path, 16))
 
     assert words == "4 prompts to train on, 1 held out; the longest has 40 tokens with its template (prompt 2)"
+    assert fewer == f"{words}; 2 of 4 are too long for 16 tokens with 10 new ones: they make no group"
 
 
-def test_the_tools_of_an_environment_are_counted_with_the_prompt():
+def with_positions(directory, number):
+    """A node's file whose model has so many positions."""
+    Qwen3Config(max_position_embeddings=number).save_pretrained(directory)
+    return LearnerConfig(model_dir=str(directory), sampling={"max_new_tokens": 10})
+
+
+def test_the_tools_of_an_environment_are_counted_with_the_prompt(tmp_path):
     def num_tokens(prompts, *, tools=()):
         return [len(prompt) + 100 * len(tools) for prompt in prompts]
 
@@ -306,7 +316,8 @@ def test_the_tools_of_an_environment_are_counted_with_the_prompt():
         environment_of=lambda prompt: SimpleNamespace(tools=("add",)) if prompt == "ab" else None,
     )  # fmt: skip
 
-    assert "the longest has 102 tokens" in counted(task, SimpleNamespace(num_tokens=num_tokens))
+    config = with_positions(tmp_path, 200)
+    assert "the longest has 102 tokens" in counted(task, SimpleNamespace(num_tokens=num_tokens), config)
 
 
 def held_out(directory):

@@ -88,6 +88,7 @@ def test_steps_of_a_version_are_an_option():
         (["--params", "1e9", "--sites", "0"], "--sites"),
         (["--params", "1e9", "--steps-per-version", "0"], "--steps-per-version"),
         ([], "--params"),
+        (["--params", "8"], "--params"),
         (["--params", "1e9", "--link", "fast"], "--link"),
         (["--params", "1e9", "--rtt", "1"], "--rtt"),
     ],
@@ -97,6 +98,16 @@ def test_wrong_option_is_named(arguments, key):
 
     assert isinstance(result.exception, ConfigError)
     assert result.exception.key == key
+
+
+def test_model_directory_may_be_small(tmp_path):
+    sizes = {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 256, "num_hidden_layers": 1}
+    config = {"model_type": "qwen3", "num_attention_heads": 4, "head_dim": 16, "tie_word_embeddings": True, **sizes}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+
+    result = RUN.invoke(app, ["plan", "--model-dir", str(tmp_path), "--json"])
+
+    assert json.loads(result.stdout)["question"]["parameters"] < 1e5
 
 
 def test_amounts():

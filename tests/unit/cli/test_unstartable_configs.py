@@ -198,3 +198,24 @@ def test_certificates_that_no_start_takes_are_a_problem_of_their_key(service, tm
     assert "expired" in problem
     if serves:
         assert found(revoked=tmp_path / "list")[0].startswith("tls.revoked: cannot read")
+
+
+@pytest.mark.parametrize(
+    ("service", "key"),
+    [
+        *(("coordinator", "data_dir"), ("relay", "cache_dir"), ("sampler", "state_dir"), ("learner", "state_dir")),
+        ("learner", "signing_key"),
+    ],
+)
+def test_files_that_no_start_takes_are_a_problem_of_their_key(service, key, tmp_path):
+    (tmp_path / "file").write_text("no key\n")
+    (tmp_path / "file").chmod(0o600)
+    keys = {"tls.insecure": True, "state_dir": str(tmp_path / "state"), key: str(tmp_path / "file")}
+    if service in ("coordinator", "relay"):
+        del keys["state_dir"]
+    config = load_service(service, None, [f"{name}={json.dumps(value)}" for name, value in keys.items()])
+
+    assert next(problems(service, config)).key == key
+    if key == "signing_key":
+        (tmp_path / "file").unlink()
+        assert next(problems(service, config)).key == key

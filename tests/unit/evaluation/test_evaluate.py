@@ -253,6 +253,8 @@ def test_a_named_file_without_rows_is_refused(model_dir, tmp_path):
         (["--only", "sum"], "--only: there is no set sum; there are sums, greedy"),
         (["--samples", "4", "--only", "greedy"], "temperature 0 repeats one completion"),
         (["--version", "3"], "--version: .* is a model, which has no versions"),
+        (["--max-new-tokens", "9999"], r"evaluation\.sums\.max_new_tokens: 9999 new tokens leave no room"),
+        (["--max-new-tokens", "9999", "--task", "arithmetic"], r"sampling\.max_new_tokens: 9999 new tokens"),
     ],
 )
 def test_a_wrong_option_is_named(model_dir, sets, arguments, words):

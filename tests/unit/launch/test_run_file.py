@@ -111,6 +111,7 @@ WRONG = {
     'id = "my-run"': ('id = "my run"', "run.id"),
     'model_dir = "/models/start"': ("", "run.model_dir"),
     "group_size = 4": ("group_sizes = 4", "run.group_sizes"),
+    "count = 2": ("count = 0", "samplers[0].count: must be at least 1, is 0"),
     "nproc = 2": ("nproc = 0", "learner.nproc"),
     'kind = "fsdp2", device': ('kind = "torch", device', "nproc or nnodes above 1 needs backend.kind"),
     'relay = "eu"': ('relay = "asia"', "samplers[0].relay: no relay has site 'asia'"),
@@ -134,6 +135,8 @@ def test_wrong_value_is_refused_by_the_name_of_its_key(right, tmp_path):
         load(RunFile, path)
 
     assert said in str(caught.value)
+    assert "\n" not in str(caught.value)
+    assert caught.value.action == ("docs/launch.md lists every key" if "group_sizes" in said else "")
 
 
 SERVICES_REFUSE = {
@@ -317,7 +320,8 @@ def test_directory_that_a_unit_would_read_otherwise_is_refused(path):
     [
         ("systemd", {"/models/start": "/home/anna/start"}, "run.model_dir: units of systemd cannot read /home/anna/start"),
         ("systemd", {"/data": "/tmp/data"}, "run.data_dirs: units of systemd cannot read /tmp/data"),
-        ("compose", {"/models/start": "./start"}, "run.model_dir: ./start is relative"),
+        ("compose", {"/models/start": "~/start"}, "run.model_dir: ~/start is relative"),
+        ("compose", {"jsonl:/data/": "jsonl:"}, "run.data_dirs: containers do not have {here}/train.jsonl"),
         ("k8s", {"jsonl:/data/": "jsonl:/srv/"}, "run.data_dirs: containers do not have /srv/train.jsonl"),
     ],
 )  # fmt: skip
@@ -332,7 +336,31 @@ def test_a_path_that_a_node_cannot_read_is_refused(launcher, changes, said, tmp_
     with pytest.raises(ConfigError) as caught:
         render(launcher, load(RunFile, path))
 
-    assert str(caught.value).startswith(said)
+    assert str(caught.value).startswith(said.format(here=tmp_path))
+
+
+def test_relative_data_is_of_the_directory_of_run_toml_and_readme_names_the_code(tmp_path):
+    """Jobs start elsewhere: files that they could not find would end them all."""
+    task = 'evaluation_path = "../test.jsonl", reward = "myreward:score"'
+    evaluation = 'evaluation = [{name = "other", task = {name = "jsonl:other.jsonl"}}]'
+    text = RUN.replace("jsonl:/data/train.jsonl", "jsonl:train.jsonl").replace('match = "math_verify"', task)
+    text = text.replace('{kind = "gepo"}', '{kind = "custom", function = "myloss:loss"}')
+    text = text.replace("engine = {threads = 2}", f"config = {{{evaluation}}}")
+    (tmp_path / "model").mkdir()
+    found = {}
+    for stated in ("model", "./elsewhere", "gpt2"):
+        path = tmp_path / "run.toml"
+        path.write_text(text.replace("/models/start", stated))
+        tree = render("slurm", load(RunFile, path))
+        sampler = tomllib.loads(tree["config/sampler-us.toml"])
+        found[stated] = sampler["model_dir"]
+        assert sampler["task"] == tomllib.loads(tree["config/learner.toml"])["task"]
+
+    assert found == {"model": f"{tmp_path}/model", "./elsewhere": f"{tmp_path}/elsewhere", "gpt2": "gpt2"}
+    assert sampler["task"]["name"] == f"jsonl:{tmp_path}/train.jsonl"
+    assert sampler["task"]["evaluation_path"] == f"{tmp_path.parent}/test.jsonl"
+    assert sampler["evaluation"][0]["task"]["name"] == f"jsonl:{tmp_path}/other.jsonl"
+    assert "- `myloss:loss`\n- `myreward:score`\n\nModules that are not installed: copy them" in tree["README.md"]
 
 
 def test_a_part_without_learner_and_samplers_needs_none_of_their_files(tmp_path):

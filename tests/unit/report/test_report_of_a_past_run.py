@@ -254,7 +254,9 @@ def test_running_coordinator_is_left_alone(tmp_path):
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"held\n"
         (tmp_path / "data" / "address").write_text("coord.example:50051\n")
-        with pytest.raises(OperatorError, match="in use.*heterorl report coord.example:50051"):
+        with pytest.raises(
+            OperatorError, match="in use.*heterorl report coord.example:50051 --credentials DIR, or with --insecure"
+        ):
             read_run(tmp_path / "data")
         said = CliRunner().invoke(app, ["report", str(tmp_path / "data")])
         assert isinstance(said.exception, InUse)

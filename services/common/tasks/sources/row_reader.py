@@ -135,7 +135,7 @@ class RowReader:
         if isinstance(value, bytes):
             raise RowProblem(f"{name} is bytes, no answer", key="task.data.answer", action="name a column of text")
         if not (text := answer_text(value)):
-            raise RowProblem(f"{name} is null, blank or no finite number, and no answer", action=_UNANSWERED)
+            raise RowProblem(f"{name} is null, blank or no finite number", action=_UNANSWERED)
         return text
 
     def _keeps(self, row: Row) -> bool:

@@ -79,3 +79,20 @@ async def test_operator_lists_them_over_the_link(tmp_path):
         listed = await secure.operator.list_restorable()
 
         assert listed == tuple(range(secure.run.head))
+
+
+async def test_command_says_what_becomes_of_the_order(tmp_path):
+    async with SecureRun(tmp_path) as secure:
+        await secure.run.publish()
+        options = ["--credentials", str(secure.certificates.node("operator", "eu-1")), "--to"]
+
+        async def said(version):
+            words = ["rollback", secure.address, *options, version]
+            return (await asyncio.to_thread(CliRunner().invoke, app, words)).stdout
+
+        assert await said("-1") == "no order is open; the run is at version 1\n"
+        assert await said("0") == "the learner goes back to version 0 at its next step; the run is at version 1\n"
+        assert await said("-1") == "the order is cancelled; the run is at version 1\n"
+        await secure.learner.drain(reason="step 1 of 1", epoch=secure.run.epoch)
+        await secure.learner.release_lease(epoch=secure.run.epoch)
+        assert (await said("0")).startswith("the run is complete and has no learner: one that starts goes back to")

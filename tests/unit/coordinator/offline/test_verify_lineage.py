@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from heterorl.cli.main import app
 from heterorl.cli.verify_data_dir import verify_directory
-from heterorl.common.errors import CorruptStore, OperatorError
+from heterorl.common.errors import ConfigError, CorruptStore, OperatorError
 from heterorl.common.identity.signing import new_key
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.policy import PayloadKind
@@ -475,6 +475,14 @@ def test_command_ends_with_0_or_2(recorded, monkeypatch):
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 2
     assert "FAULTY" in result.output
+
+
+@pytest.mark.parametrize("key", ["foo", "ed25519:00", "/keys/learner.key"])
+def test_key_that_is_none_is_refused_also_of_a_run_without_signatures(recorded, key):
+    recorded.change("DELETE FROM signatures")
+
+    with pytest.raises(ConfigError, match="--key: .* is not a public key as `heterorl keys show` prints it"):
+        CliRunner().invoke(app, ["verify-lineage", str(recorded.data), "--key", key], catch_exceptions=False)
 
 
 def test_faults_beyond_the_table_are_counted(recorded, monkeypatch):

@@ -45,8 +45,9 @@ def _with_files(value: Any, info: ValidationInfo) -> Any:
     kind, _, path = str(found.get("name", "")).partition(":")
     if kind in ("jsonl", "parquet") and path:
         found["name"] = f"{kind}:{_absolute(path, info)}"
-    if isinstance(path := found.get("evaluation_path"), str) and path:
-        found["evaluation_path"] = _absolute(path, info)
+    held_out = found.get("evaluation_path")
+    if isinstance(held_out, str) and held_out:
+        found["evaluation_path"] = _absolute(held_out, info)
     return found
 
 

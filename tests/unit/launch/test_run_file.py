@@ -111,7 +111,7 @@ WRONG = {
     'id = "my-run"': ('id = "my run"', "run.id"),
     'model_dir = "/models/start"': ("", "run.model_dir"),
     "group_size = 4": ("group_sizes = 4", "run.group_sizes"),
-    "count = 2": ("count = 0", "samplers[0].count: must be at least 1, is 0"),
+    RUN[RUN.index("count = 2") :]: ("count = 0", "samplers[0].count: must be at least 1, is 0"),
     "nproc = 2": ("nproc = 0", "learner.nproc"),
     'kind = "fsdp2", device': ('kind = "torch", device', "nproc or nnodes above 1 needs backend.kind"),
     'relay = "eu"': ('relay = "asia"', "samplers[0].relay: no relay has site 'asia'"),

@@ -353,7 +353,8 @@ class Sampler:
 
     async def _say_end(self) -> None:
         level = self.outbox.level()
-        if self.generation.outbox_writer.num_waiting:
+        # Without a problem they are still being written.
+        if self.generation.outbox_writer.problem:
             _LOG.error(
                 "%d groups are lost, there was no room to spool them: %s; their prompts are handed out again",
                 self.generation.outbox_writer.num_waiting, self.generation.outbox_writer.problem,

@@ -4,6 +4,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import threading
 
 import numpy as np
 import pytest
@@ -464,6 +465,37 @@ async def test_full_disk_does_not_hold_a_stop(world, caplog):
     await world.end()
 
     assert "2 groups are lost, there was no room to spool them" in caplog.text
+
+
+async def test_a_stop_calls_no_group_lost_that_a_slow_disk_still_writes(world, caplog):
+    may_score, begun, may_write, written = (threading.Event() for _ in range(4))
+    world.held += [may_score, may_write]
+    score, world.task.num_workers = world.task.score, 1
+    world.task.score = lambda *given: may_score.wait() and score(*given)
+    await generating(world)
+    real = world.outbox.put
+
+    def put(groups, *, release):
+        # The clock need not wait for this thread.
+        world.threads.num_busy -= 1
+        begun.set()
+        may_write.wait()
+        world.threads.num_busy += 1
+        real(groups, release=release)
+        written.set()
+
+    world.outbox.put = put
+    world.stop.set()
+    await world.passed(1.0)
+    may_score.set()
+    await asyncio.to_thread(begun.wait)
+    await world.until(lambda: world.is_ended)
+    may_write.set()
+    await asyncio.to_thread(written.wait)
+
+    assert world.spooled() > 0
+    assert "are lost" not in caplog.text
+    await world.end()
 
 
 async def test_sampler_says_what_it_does(world, caplog):

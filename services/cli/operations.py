@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 def rollback(
     link: Link,
     to: Annotated[
-        int | None, typer.Option(help="Version whose weights to publish again; -1 cancels the order.", min=-1)
+        int | None,
+        typer.Option(help="Version whose weights to publish again; -1 cancels the order.", min=-1, max=2**63 - 1),
     ] = None,
     list_: Annotated[
         bool, typer.Option("--list", help="Show the versions to roll back to, with their held-out results.")

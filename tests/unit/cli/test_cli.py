@@ -28,7 +28,7 @@ from heterorl.cli.connection import Link
 from heterorl.cli.live.run_tables import evaluation_tables, site_tables, status_json, status_tables
 from heterorl.cli.main import app, main
 from heterorl.cli.models import _in_place_of_the_files
-from heterorl.common.errors import ConfigError, DependencyMissing, InvalidRequest, StoreLost
+from heterorl.common.errors import ConfigError, DependencyMissing, StoreLost
 from heterorl.common.process.config_file import load, parse_override
 from heterorl.common.rpc import channel
 from heterorl.common.types.evaluation import Estimate
@@ -173,10 +173,8 @@ def test_each_service_has_the_module_that_its_command_starts(service):
 def test_rollback_asks_for_certificates_and_a_version():
     assert "--credentials: is not set" in str(invoke("rollback", "127.0.0.1:1", "--to", "3").exception)
     assert "give one of --to and --list" in str(invoke("rollback", "127.0.0.1:1").exception)
-    assert invoke("rollback", "127.0.0.1:1", "--to", "-2").exit_code == 2
-    beyond = invoke("rollback", "127.0.0.1:1", "--to", str(1 << 63), "--insecure")
-    assert isinstance(beyond.exception, InvalidRequest)
-    assert "Rollback: Value out of range" in str(beyond.exception)
+    for number in (-2, 1 << 63):
+        assert invoke("rollback", "127.0.0.1:1", "--to", str(number), "--insecure").exit_code == 2
 
 
 def test_status_asks_for_certificates_unless_told_otherwise():

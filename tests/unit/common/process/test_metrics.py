@@ -1,6 +1,7 @@
 """Metrics are served on a port of their own, with names by convention."""
 
 import inspect
+import itertools
 import logging
 import math
 import re
@@ -83,6 +84,13 @@ def test_metric_names_follow_the_convention():
     assert all(re.fullmatch(r"heterorl_[a-z0-9_]+", name) for name in names)
     assert [name for name in names if not name.endswith(UNITS)] == sorted(WITHOUT_UNIT, key=names.index)
     assert [metric.name for metric in found if metric.type == "gauge" and metric.name.endswith("_total")] == []
+
+
+def test_steps_of_an_age_are_as_narrow_above_two_hours_as_below():
+    steps = metrics.SUPERSEDED_SECONDS._kwargs["buckets"]
+
+    assert steps[-1] == 2 * 86400
+    assert all(later <= 3 * earlier for earlier, later in itertools.pairwise(steps))
 
 
 def test_metric_labels_are_of_a_closed_set_and_samplers_leave_the_site_to_the_scrape():

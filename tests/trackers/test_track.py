@@ -338,9 +338,11 @@ def test_mlflow_ends_a_batch_that_was_cut(tmp_path, told, monkeypatch):
         assert [entry.step for entry in history] == [1, 2], name
 
 
-def test_trackio_goes_on_behind_what_it_has(tmp_path, capsys):
-    # A kill may come before trackio's own thread wrote anything: here all of it is written.
-    own = dataclasses.replace(place(tmp_path), project="own")
+@pytest.mark.parametrize("mode", ["sqlite", "jsonl"])
+def test_trackio_goes_on_behind_what_it_has(tmp_path, capsys, monkeypatch, mode):
+    monkeypatch.setenv("TRACKIO_STORAGE_MODE", mode)
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "another machine's")
+    own = dataclasses.replace(place(tmp_path), project=mode)
     tracker = Trackio(own)
     tracker.write([report(1), report(2)])
     tracker.write_evaluations([evaluation(2)])
@@ -352,10 +354,20 @@ def test_trackio_goes_on_behind_what_it_has(tmp_path, capsys):
     again.write([report(3)])
     again.close()
 
-    assert [row["step"] for row in SQLiteStorage.get_logs("own", "run") if "version" in row] == [1, 2, 3]
-    assert len(SQLiteStorage.get_run_records("own")) == 1
+    assert [row["step"] for row in SQLiteStorage.get_logs(mode, "run") if "version" in row] == [1, 2, 3]
+    assert len(SQLiteStorage.get_run_records(mode)) == 1
+    assert SQLiteStorage.get_run_config(mode, "run")["model"] == "m"
     # Its greetings would tear the table of a terminal.
     assert capsys.readouterr().out == ""
+
+
+def test_trackio_says_what_it_cannot_write(tmp_path):
+    tracker = Trackio(dataclasses.replace(place(tmp_path), project="unwritable"))
+    SQLiteStorage.get_project_db_path("unwritable").mkdir()
+
+    with pytest.raises(Unreachable, match="trackio"):
+        tracker.write([report(1)])
+    tracker.close()
 
 
 def test_tensorboard_goes_on_before_a_record_that_was_torn(tmp_path):

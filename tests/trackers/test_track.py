@@ -1,6 +1,7 @@
 """Real processes, real packages: what a tracker has at the end is what the coordinator lists, whatever was killed."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,6 +11,7 @@ import time
 
 import numpy as np
 import pytest
+import wandb
 from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
@@ -27,7 +29,7 @@ from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.track.to_mlflow import Mlflow
 from heterorl.track.to_tensorboard import TensorBoard
 from heterorl.track.to_trackio import Trackio
-from heterorl.track.to_wandb import read_back, rows_in, rows_of_run
+from heterorl.track.to_wandb import WandB, read_back, rows_in, rows_of_run
 from heterorl.track.tracker import Had, Mark, Place, TextTable, evaluation_row, row_of
 from tests.support.evaluations import evaluation
 from tests.support.ports import free_port, serves
@@ -359,6 +361,23 @@ def test_trackio_goes_on_behind_what_it_has(tmp_path, capsys, monkeypatch, mode)
     assert SQLiteStorage.get_run_config(mode, "run")["model"] == "m"
     # Its greetings would tear the table of a terminal.
     assert capsys.readouterr().out == ""
+
+
+def test_wandb_is_opened_again_after_its_service_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = WandB(place(tmp_path))
+    service = wandb.setup().ensure_service()._proc._process
+    service.kill()
+    service.wait()
+
+    with contextlib.suppress(Unreachable):
+        tracker.write([report(1)])
+    tracker.close()
+    again = WandB(place(tmp_path))
+    again.write([report(1)])
+    again.close()
+    wandb.teardown()
+    assert [row["step"] for row in rows_of_run(tmp_path, "run")][-1:] == [1]
 
 
 def test_trackio_says_what_it_cannot_write(tmp_path):

@@ -14,11 +14,12 @@ import pytest
 import wandb
 from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
+from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 from trackio.sqlite_storage import SQLiteStorage
 
-from heterorl.common.errors import Unreachable
+from heterorl.common.errors import ConfigError, Unreachable
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
@@ -26,7 +27,7 @@ from heterorl.common.types.common import CompletionNumbers, Digest, PartMean, Si
 from heterorl.common.types.evaluation import EvaluationSet, EvaluationState, PromptResult, ScoredSample
 from heterorl.common.types.sample import RolloutNote, SampleNote
 from heterorl.common.wire.policy_messages import manifest_from_bytes
-from heterorl.track.to_mlflow import Mlflow
+from heterorl.track.to_mlflow import Mlflow, _name
 from heterorl.track.to_tensorboard import TensorBoard
 from heterorl.track.to_trackio import Trackio
 from heterorl.track.to_wandb import WandB, read_back, rows_in, rows_of_run
@@ -338,6 +339,15 @@ def test_mlflow_ends_a_batch_that_was_cut(tmp_path, told, monkeypatch):
     for name in ("loss", "kl", "version"):
         history = tracker._client.get_metric_history(run.info.run_id, name)
         assert [entry.step for entry in history] == [1, 2], name
+
+
+def test_mlflow_cuts_a_long_name_and_refuses_a_quote(tmp_path):
+    long = ["reward_parts/" + "中" * 42 + end for end in "ab"]
+    short = [_name(name) for name in long]
+    assert short[0] != short[1]
+    assert [len(name) for name in short] == [MAX_ENTITY_KEY_LENGTH] * 2
+    with pytest.raises(ConfigError, match="--run"):
+        Mlflow(dataclasses.replace(place(tmp_path), run="bob's run"))
 
 
 @pytest.mark.parametrize("mode", ["sqlite", "jsonl"])

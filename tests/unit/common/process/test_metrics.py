@@ -5,6 +5,7 @@ import itertools
 import logging
 import math
 import re
+import socket
 import urllib.request
 
 import pytest
@@ -53,6 +54,15 @@ def test_metrics_are_served_and_a_taken_port_names_its_key():
     with pytest.raises(AddressUnusable, match="metrics_host: 192.0.2.1") as missing:
         metrics.serve(0, service="coordinator", address="192.0.2.1")
     assert missing.value.exit_code == 1
+
+
+def test_an_idle_connection_is_closed_in_silence(monkeypatch, capsys):
+    monkeypatch.setattr(metrics._Handler, "timeout", 0.05)
+    port = metrics.serve(0, service="coordinator")
+
+    with socket.create_connection(("127.0.0.1", port), timeout=5.0) as idle:
+        assert idle.recv(1) == b""
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("schema", [CoordinatorConfig, LearnerConfig, SamplerConfig, RelayConfig])

@@ -191,7 +191,8 @@ write_nproc() {
   local text
   text=$(mktemp)
   printf 'HETERORL_NPROC=%s\n' "$count" >"$text"
-  file 0644 "$text" "$path"
+  # It may get HF_TOKEN; systemd reads it as root.
+  file 0600 "$text" "$path"
   rm -f "$text"
 }
 

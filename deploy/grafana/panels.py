@@ -271,7 +271,7 @@ WEIGHTS_BOARD = Dashboard(
         Panel(title="Calls at relays", unit="none", minimum=0, queries=_gauge("heterorl_relay_calls", "{{instance}}")),
         Panel(title="Weight bytes pulled by site", unit="Bps",
               queries=_rate("heterorl_bytes_total", "{{site}} {{kind}}",
-                            f'{SITE},service="sampler",kind=~"delta|snapshot",direction="in"', "site", "kind"),
+                            f'{SITE},service="sampler",kind=~"delta|merged|snapshot",direction="in"', "site", "kind"),
               minimum=0),
         Panel(title="Versions per minute by kind", unit="none",
               queries=_query(f"60 * sum by (run, kind) (rate(heterorl_learner_versions_total{{{RUN}}}[$window]))",

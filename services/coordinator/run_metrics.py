@@ -132,35 +132,38 @@ def _observe_ledger(counts: LedgerCounts) -> None:
 def _observe_sites(sites: Sequence[SiteStatus]) -> None:
     """Set each site's gauges by its incarnation seen last.
 
-    A stopped site has one, which says so.
+    A stopped site has one, which says so. Of sites that share a label, any quarantine and the longest silence count.
     """
     newest: dict[str, SiteStatus] = {}
+    running: defaultdict[str, list[SiteStatus]] = defaultdict(list)
     work: defaultdict[str, int] = defaultdict(int)
     away: defaultdict[str, int] = defaultdict(int)
     for status in sites:
         label = metrics.SITES.of(status.site)
         work[label] += status.work_leased
         away[label] += status.work_away
-        known = newest.get(label)
+        known = newest.get(status.site)
         if 0 <= status.last_seen_s < SILENCE_LIMIT_S and (known is None or status.last_seen_s < known.last_seen_s):
-            newest[label] = status
-    stopped = [label for label, status in newest.items() if status.is_stopped]
-    for label in stopped:
-        del newest[label]
-    for label in work.keys() - newest.keys():
+            newest[status.site] = status
+    for status in newest.values():
+        if not status.is_stopped:
+            running[metrics.SITES.of(status.site)].append(status)
+    stopped = {metrics.SITES.of(site) for site in newest} - running.keys()
+    for label in work.keys() - running.keys():
         for gauge in _SITE_GAUGES:
             gauge.remove(label)
     for label in stopped:
         metrics.SITE_STOPPED.labels(label).set(1)
     metrics.SITE_VARIANT.clear()
-    for label, status in newest.items():
+    for label, shared in running.items():
+        status = min(shared, key=lambda each: each.last_seen_s)
         metrics.SITE_VARIANT.labels(label, status.variant or TRAINED_LABEL).set(1)
         metrics.SITE_POLICY_VERSION.labels(label).set(status.policy_version)
         metrics.SITE_STOPPED.labels(label).set(0)
-        metrics.SITE_SILENCE_SECONDS.labels(label).set(status.last_seen_s)
+        metrics.SITE_SILENCE_SECONDS.labels(label).set(max(each.last_seen_s for each in shared))
         metrics.SITE_WORK_GROUPS.labels(label).set(work[label])
         metrics.SITE_AWAY_GROUPS.labels(label).set(away[label])
-        metrics.SITE_QUARANTINED.labels(label).set(bool(status.quarantine))
+        metrics.SITE_QUARANTINED.labels(label).set(any(each.quarantine for each in shared))
         metrics.SITE_FAILED_GROUPS.labels(label).set(status.groups_failed)
         if status.canary_difference is not None:
             metrics.SITE_CANARY_NATS.labels(label).set(status.canary_difference)

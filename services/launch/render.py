@@ -354,7 +354,7 @@ def _targets(launcher: Launcher, nodes: Sequence[Node]) -> list[str]:
     return list(dict.fromkeys(found))
 
 
-def _systemd(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:
+def _systemd(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:  # noqa: ARG001 - it has no templates
     tree: Tree = {}
     for host, node in ((host, node) for host, own in hosts.items() for node in own):
         config = complete(
@@ -365,14 +365,11 @@ def _systemd(run: RunFile, hosts: Hosts, values: dict[str, Any]) -> Tree:
             insecure=run.tls.insecure,
         )
         tree[f"{host}/etc/heterorl/{node.name}.toml"] = _toml(run, node, config)
-        tree[f"{host}/etc/systemd/system/heterorl-{node.name}.service"] = _unit(run, node)
-        rank = node.machines.index(host) if host in node.machines else 0
-        if variables := _fill("systemd/node.env", values | {"node": node, "rank": rank}):
-            tree[f"{host}/etc/heterorl/{node.name}.env"] = variables
+        tree[f"{host}/etc/systemd/system/heterorl-{node.name}.service"] = _unit(run, node, host)
     return tree
 
 
-def _unit(run: RunFile, node: Node) -> str:
+def _unit(run: RunFile, node: Node, host: str) -> str:
     kind = "relay" if node.kind == "relay" else "machines" if node.machines else node.image
     text = (_HERE / "units" / _UNITS[kind]).read_text(encoding="utf-8")
     if kind == "sampler-vllm":
@@ -383,6 +380,11 @@ def _unit(run: RunFile, node: Node) -> str:
         text = text.replace("Description=heterorl coordinator", f"Description=heterorl {node.name}")
         text = text.replace("--log json", " ".join(["--log json", *node.arguments]))
     text = text.replace("%i", node.name)
+    if node.kind == "learner":
+        text = _with_place(text, run, node, host)
+        if run.learner.devices:
+            visible = ",".join(map(str, node.devices))
+            text = text.replace("[Service]\n", f"[Service]\nEnvironment=CUDA_VISIBLE_DEVICES={visible}\n")
     if node.directory:
         key = STATE_KEY[node.kind]
         text = text.replace(f"--set {key}={STATE}/{node.name}", f"--set {key}={node.directory}")
@@ -398,6 +400,22 @@ def _unit(run: RunFile, node: Node) -> str:
         text = text.replace(_NO_TLS, "")
         text = re.sub(r"^LoadCredential=.*\n", "", text, flags=re.MULTILINE)
     return text
+
+
+def _with_place(text: str, run: RunFile, node: Node, host: str) -> str:
+    """A learner's unit with its variables filled in.
+    NAME.env is the operator's, and install.sh writes one too."""
+    place: dict[str, object] = {"NPROC": node.nproc}
+    if node.machines:
+        place |= {
+            "NNODES": len(node.machines),
+            "NODE_RANK": node.machines.index(host) if host in node.machines else 0,
+            "MASTER_ADDR": node.machines[0] or run.coordinator.host,
+            "MASTER_PORT": 29500,
+        }
+    text = re.sub(r"\$\{HETERORL_(\w+)\}", lambda found: str(place[found[1]]), text)
+    text = re.sub(r"^(#   |Environment=)HETERORL_.*\n", "", text, flags=re.MULTILINE)
+    return text.replace("EnvironmentFile=/", "EnvironmentFile=-/")
 
 
 def _role(node: Node) -> str:

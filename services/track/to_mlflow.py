@@ -5,6 +5,7 @@ It writes to the server of MLFLOW_TRACKING_URI, or an SQLite file.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
@@ -14,7 +15,9 @@ from collections.abc import Mapping, Sequence
 from mlflow.entities import Metric, Param, Run, RunTag
 from mlflow.exceptions import MlflowException
 from mlflow.tracking import MlflowClient
+from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH
 
+from heterorl.common.errors import ConfigError
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation
 from heterorl.track.tracker import COLUMNS, Had, Mark, Place, TextTable, evaluation_row, reaching, row_of
@@ -32,6 +35,8 @@ class Mlflow:
 
     @_reaching
     def __init__(self, place: Place) -> None:
+        if "'" in place.run:
+            raise ConfigError("--run", f"{place.run!r} has a quote, and MLflow finds none", action="leave it out")
         uri = os.environ.get("MLFLOW_TRACKING_URI", "")
         directory = place.directory.resolve()
         self._client = MlflowClient(uri or f"sqlite:///{directory / 'mlflow.db'}")
@@ -114,5 +119,10 @@ class Mlflow:
 
 
 def _name(name: str) -> str:
-    """MLflow takes letters, digits, `_-. /`: any other character becomes its code point."""
-    return re.sub(r"[^A-Za-z0-9_\-. /]", lambda found: f"_{ord(found[0]):x}_", name)
+    """MLflow takes letters, digits, `_-. /`: any other character becomes its code point.
+    Of a longer name than it takes, a digest ends the beginning."""
+    text = re.sub(r"[^A-Za-z0-9_\-. /]", lambda found: f"_{ord(found[0]):x}_", name)
+    if len(text) <= MAX_ENTITY_KEY_LENGTH:
+        return text
+    digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return f"{text[: MAX_ENTITY_KEY_LENGTH - len(digest) - 1]}_{digest}"

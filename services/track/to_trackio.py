@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import io
+import os
 import sqlite3
 from collections.abc import Sequence
+from typing import Any
 
 import trackio
 from trackio.sqlite_storage import SQLiteStorage
@@ -22,6 +24,8 @@ class Trackio:
 
     @_reaching
     def __init__(self, place: Place) -> None:
+        for remote in ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL"):
+            os.environ.pop(remote, None)
         # It greets on standard output.
         with contextlib.redirect_stdout(io.StringIO()):
             self._run = trackio.init(
@@ -36,22 +40,24 @@ class Trackio:
         self.had = had_in(SQLiteStorage.get_logs(place.project, place.run))
 
     def write(self, reports: Sequence[StepReport]) -> None:
-        """One row a report; trackio's own thread writes it within a second."""
-        for report in reports:
-            row = row_of(report)
-            # trackio has a column for it.
-            del row["step"]
-            self._run.log(row, step=report.step)
+        rows = [row_of(report) for report in reports]
+        # trackio has a column for it.
+        self._write(rows, [row.pop("step") for row in rows])
 
     def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
-        for found in evaluations:
-            self._run.log(evaluation_row(found), step=found.version)
+        self._write([evaluation_row(found) for found in evaluations], [found.version for found in evaluations])
 
     def write_table(self, table: TextTable) -> None:
-        rows = [dict(zip(COLUMNS, row, strict=True)) for row in table.rows]
-        self._run.log({TABLE: table.version, "samples": trackio.Table(data=rows)}, step=table.version)
+        shown = trackio.Table(data=[dict(zip(COLUMNS, row, strict=True)) for row in table.rows])
+        samples = shown._to_dict(self._run.project, self._run.name, table.version)
+        self._write([{TABLE: table.version, "samples": samples}], [table.version])
+
+    @_reaching
+    def _write(self, rows: list[dict[str, Any]], steps: list[int]) -> None:
+        """In one transaction; Run.log's thread drops rows that it cannot write."""
+        run = self._run
+        SQLiteStorage.bulk_log(run.project, run.name, rows, steps, config=run.config, run_id=run.id)
 
     def close(self) -> None:
-        """Wait until all rows are written."""
         with contextlib.redirect_stdout(io.StringIO()):
             self._run.finish()

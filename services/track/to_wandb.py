@@ -5,6 +5,7 @@ With WANDB_MODE=offline it writes files for `wandb sync`.
 
 from __future__ import annotations
 
+import contextlib
 import glob
 import json
 import struct
@@ -31,11 +32,9 @@ from heterorl.track.tracker import (
     version_name,
 )
 
+_FAILURES = (wandb.errors.Error, OSError)
 _reaching = reaching(
-    "wandb",
-    wandb.errors.Error,
-    OSError,
-    action="check `wandb login`, WANDB_API_KEY and the network, or set WANDB_MODE=offline",
+    "wandb", *_FAILURES, action="check `wandb login`, WANDB_API_KEY and the network, or set WANDB_MODE=offline"
 )
 
 
@@ -73,7 +72,12 @@ class WandB:
         self._log({TABLE: table.version, "samples/table": wandb.Table(columns=list(COLUMNS), data=rows)}, axis=TABLE)
 
     def close(self) -> None:
-        self._run.finish()
+        try:
+            self._run.finish()
+        except _FAILURES:
+            # W&B's local service has died: the next opening starts another one.
+            with contextlib.suppress(*_FAILURES):
+                wandb.teardown()
 
     @_reaching
     def _log(self, row: Mapping[str, Any], *, axis: str) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import shlex
+import stat
 import subprocess
 from pathlib import Path
 
@@ -132,6 +133,7 @@ def test_role_with_an_engine_gets_its_configuration_its_unit_and_its_processes(t
     for name, file in (("learner", "learner-deepspeed"), ("site-1", "sampler-vllm")):
         assert (etc / f"{name}.toml").read_bytes() == (ROOT / f"deploy/config/{file}.toml").read_bytes()
     assert (etc / "learner.env").read_text() == "HETERORL_NPROC=4\n"
+    assert stat.S_IMODE((etc / "learner.env").stat().st_mode) == 0o600
     units = {path.name for path in (tmp_path / "etc/systemd/system").iterdir()}
     assert units == {"heterorl-learner@.service", "heterorl-sampler-vllm@.service"}
     unit = (tmp_path / "etc/systemd/system/heterorl-sampler-vllm@.service").read_text()

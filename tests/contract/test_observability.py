@@ -13,6 +13,7 @@ from deploy.grafana import generate
 from deploy.grafana.panels import BOARDS
 from heterorl.common.process import metrics
 from heterorl.common.process.pushed_metrics import LIMITS
+from heterorl.common.types.policy import PayloadKind
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.sites.node_metrics import NODES_PAGE
 
@@ -89,6 +90,13 @@ def test_every_metric_is_on_a_dashboard_or_in_an_alert_or_says_why_not():
     used = {SAMPLES[name][0] for _, text in EXPRESSIONS for name in re.findall(r"\bheterorl_\w+", text)}
 
     assert {family for family, _ in SAMPLES.values()} - used == set(NOT_SHOWN)
+
+
+def test_bytes_that_sites_pull_are_shown_of_every_kind():
+    texts = [text for _, text in EXPRESSIONS if "heterorl_bytes_total{" in text and 'direction="in"' in text]
+    (kinds,) = re.findall(r'kind=~"([a-z|]+)"', " ".join(texts))
+
+    assert set(kinds.split("|")) == {kind.value for kind in PayloadKind}
 
 
 def test_dashboards_are_what_the_table_makes():

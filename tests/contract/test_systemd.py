@@ -121,12 +121,12 @@ def limit_of(path):
 def test_services_are_started_again_as_often_as_the_pages_say():
     page, machines = (" ".join((ROOT / "docs" / name).read_text().split()) for name in ("operate.md", "machines.md"))
     (row,) = re.findall(
-        r"systemd at most (\d+) times in (\d+) minutes .*?, the coordinator without limit; Docker (\d+) times", page
+        r"systemd at most (\d+) times in (\d+) minutes .*?, the coordinator and Docker without limit", page
     )
     (several,) = re.findall(
         r"starts wrong configurations again too: an agent at most (\d+) times in (\d+) minutes", machines
     )
-    (tries,) = re.findall(r"systemd leaves it stopped; Docker tries (\d+) times", page)
+    assert "systemd leaves it stopped; Docker starts it again" in page
     services = {path.stem: limit_of(path) for path in FOLDER.glob("*.service")}
     assert services.keys() == {*ROLES, "heterorl-learner-node@"}
 
@@ -139,10 +139,10 @@ def test_services_are_started_again_as_often_as_the_pages_say():
     containers = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
     ours = {name: each["restart"] for name, each in containers.items() if each["restart"] != "unless-stopped"}
     assert ours.keys() == {"coordinator", "learner", "sampler-1", "sampler-2"}
-    assert set(ours.values()) == {f"on-failure:{row[2]}"} == {f"on-failure:{tries}"}
+    assert set(ours.values()) == {"on-failure"}
     rendered = ROOT / "services" / "launch" / "templates" / "compose"
     said = [line for path in rendered.iterdir() for line in re.findall(r"restart: (.*)", path.read_text())]
-    assert set(said) == {f'"on-failure:{tries}"'}
+    assert set(said) == {"on-failure"}
 
 
 @pytest.mark.parametrize("path", sorted(FOLDER.glob("*.service")), ids=lambda path: path.name)

@@ -1,6 +1,7 @@
 """Real processes, real packages: what a tracker has at the end is what the coordinator lists, whatever was killed."""
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import os
@@ -10,13 +11,15 @@ import time
 
 import numpy as np
 import pytest
+import wandb
 from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
+from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
 from trackio.sqlite_storage import SQLiteStorage
 
-from heterorl.common.errors import Unreachable
+from heterorl.common.errors import ConfigError, Unreachable
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
@@ -24,10 +27,10 @@ from heterorl.common.types.common import CompletionNumbers, Digest, PartMean, Si
 from heterorl.common.types.evaluation import EvaluationSet, EvaluationState, PromptResult, ScoredSample
 from heterorl.common.types.sample import RolloutNote, SampleNote
 from heterorl.common.wire.policy_messages import manifest_from_bytes
-from heterorl.track.to_mlflow import Mlflow
+from heterorl.track.to_mlflow import Mlflow, _name
 from heterorl.track.to_tensorboard import TensorBoard
 from heterorl.track.to_trackio import Trackio
-from heterorl.track.to_wandb import read_back, rows_in, rows_of_run
+from heterorl.track.to_wandb import WandB, read_back, rows_in, rows_of_run
 from heterorl.track.tracker import Had, Mark, Place, TextTable, evaluation_row, row_of
 from tests.support.evaluations import evaluation
 from tests.support.ports import free_port, serves
@@ -338,9 +341,20 @@ def test_mlflow_ends_a_batch_that_was_cut(tmp_path, told, monkeypatch):
         assert [entry.step for entry in history] == [1, 2], name
 
 
-def test_trackio_goes_on_behind_what_it_has(tmp_path, capsys):
-    # A kill may come before trackio's own thread wrote anything: here all of it is written.
-    own = dataclasses.replace(place(tmp_path), project="own")
+def test_mlflow_cuts_a_long_name_and_refuses_a_quote(tmp_path):
+    long = ["reward_parts/" + "中" * 42 + end for end in "ab"]
+    short = [_name(name) for name in long]
+    assert short[0] != short[1]
+    assert [len(name) for name in short] == [MAX_ENTITY_KEY_LENGTH] * 2
+    with pytest.raises(ConfigError, match="--run"):
+        Mlflow(dataclasses.replace(place(tmp_path), run="bob's run"))
+
+
+@pytest.mark.parametrize("mode", ["sqlite", "jsonl"])
+def test_trackio_goes_on_behind_what_it_has(tmp_path, capsys, monkeypatch, mode):
+    monkeypatch.setenv("TRACKIO_STORAGE_MODE", mode)
+    monkeypatch.setenv("TRACKIO_SERVER_URL", "another machine's")
+    own = dataclasses.replace(place(tmp_path), project=mode)
     tracker = Trackio(own)
     tracker.write([report(1), report(2)])
     tracker.write_evaluations([evaluation(2)])
@@ -352,10 +366,37 @@ def test_trackio_goes_on_behind_what_it_has(tmp_path, capsys):
     again.write([report(3)])
     again.close()
 
-    assert [row["step"] for row in SQLiteStorage.get_logs("own", "run") if "version" in row] == [1, 2, 3]
-    assert len(SQLiteStorage.get_run_records("own")) == 1
+    assert [row["step"] for row in SQLiteStorage.get_logs(mode, "run") if "version" in row] == [1, 2, 3]
+    assert len(SQLiteStorage.get_run_records(mode)) == 1
+    assert SQLiteStorage.get_run_config(mode, "run")["model"] == "m"
     # Its greetings would tear the table of a terminal.
     assert capsys.readouterr().out == ""
+
+
+def test_wandb_is_opened_again_after_its_service_was_killed(tmp_path, monkeypatch):
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    tracker = WandB(place(tmp_path))
+    service = wandb.setup().ensure_service()._proc._process
+    service.kill()
+    service.wait()
+
+    with contextlib.suppress(Unreachable):
+        tracker.write([report(1)])
+    tracker.close()
+    again = WandB(place(tmp_path))
+    again.write([report(1)])
+    again.close()
+    wandb.teardown()
+    assert [row["step"] for row in rows_of_run(tmp_path, "run")][-1:] == [1]
+
+
+def test_trackio_says_what_it_cannot_write(tmp_path):
+    tracker = Trackio(dataclasses.replace(place(tmp_path), project="unwritable"))
+    SQLiteStorage.get_project_db_path("unwritable").mkdir()
+
+    with pytest.raises(Unreachable, match="trackio"):
+        tracker.write([report(1)])
+    tracker.close()
 
 
 def test_tensorboard_goes_on_before_a_record_that_was_torn(tmp_path):

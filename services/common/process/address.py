@@ -16,6 +16,7 @@ from heterorl.common.errors import AddressUnusable, ConfigError, OperatorError, 
 
 _SECRET = re.compile(r"(pass(word|wd|phrase)?|secret|(client|server)_key)\s*=", re.IGNORECASE)
 MAX_PORT = 65535
+MAX_LABEL = 63
 IN_DATABASE = "has a password: keep it in the file that PGPASSFILE names (mode 0600), or in PGPASSWORD"
 
 
@@ -32,10 +33,13 @@ def check_address(key: str, address: str, *, is_listening: bool = False, is_list
 
 
 def _check(address: str, *, least: int) -> str:
-    match = re.fullmatch(r"[!-+.0-~-]+:([0-9]{1,5})", address)
+    match = re.fullmatch(r"([!-+.0-~-]+):([0-9]{1,5})", address)
     if match is None:
         raise ValueError(f"{address[:100]!r} is not host:port, for example coord.example:50051")
-    if not least <= int(match[1]) <= MAX_PORT:
+    # A resolver raises UnicodeError for them.
+    if not all(0 < len(label) <= MAX_LABEL for label in match[1].removesuffix(".").split(".")):
+        raise ValueError(f"{address[:100]!r} has two dots in a row, or more than {MAX_LABEL} characters without one")
+    if not least <= int(match[2]) <= MAX_PORT:
         raise ValueError(f"the port of {address[:100]!r} must be from {least} to {MAX_PORT}")
     return address
 

@@ -13,6 +13,7 @@ the first two, and no metric of a sampler or relay the third.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import math
 import shutil
@@ -20,7 +21,7 @@ from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
-from wsgiref.simple_server import WSGIServer
+from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, start_http_server
 from prometheus_client.registry import Collector
@@ -39,7 +40,10 @@ MAX_SITES = 256
 """Sites with a label of their own; all later names share one label."""
 OTHER_SITES = "other"
 _SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
-_AGES = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 2400, 3000, 3600, 7200, 86400)
+_AGES = (
+    0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 2400, 3000, 3600, 7200, 10800, 14400, 21600,
+    28800, 43200, 57600, 86400, 172800,
+)  # fmt: skip
 _VERSIONS = (0, 1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256)
 _labels: dict[str, tuple[str, ...]] = {}
 
@@ -378,6 +382,7 @@ def serve(
             if error.errno != errno.EADDRINUSE:
                 raise listen_error("metrics_host", address, error) from error
         else:
+            server.RequestHandlerClass = _Handler
             _add_pages(server, pages)
             return int(server.server_port)
     raise PortInUse("metrics_port", f"{address}:{port}")
@@ -387,6 +392,18 @@ def serve_by(config: Any, *, service: Service, **more: Any) -> int:
     """`serve` by a service's keys; a default port may move."""
     may_move = "metrics_port" not in config.model_fields_set
     return serve(config.metrics_port, service=service, address=config.metrics_host, may_move=may_move, **more)
+
+
+class _Handler(WSGIRequestHandler):
+    """Ends an idle connection, which holds a thread; logs no request."""
+
+    timeout = 10.0
+
+    def handle(self) -> None:
+        with contextlib.suppress(TimeoutError):
+            super().handle()
+
+    def log_message(self, *_: Any, **__: Any) -> None: ...
 
 
 def _add_pages(server: WSGIServer, pages: Mapping[str, Callable[[], bytes]]) -> None:

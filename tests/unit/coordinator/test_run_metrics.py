@@ -166,6 +166,18 @@ async def test_site_that_stopped_in_order_raises_no_alert_until_it_is_back(core,
     assert not (await core.get_status()).sites[0].is_stopped
 
 
+async def test_sites_of_one_label_hide_no_quarantine_and_no_silence(core, run, clock, monkeypatch):
+    monkeypatch.setattr(metrics, "SITES", metrics.SiteLabels(limit=0))
+    await core.database.run(lambda c: c.execute("INSERT INTO quarantines VALUES (?, 0, 'bad')", (SITE,)))
+    clock.advance(200.0)
+    await core.register(run.registration(site=SiteId("sound")))
+
+    await run_metrics.observe_run(core)
+
+    assert shown("coordinator_site_quarantined", site="other") == 1
+    assert shown("coordinator_site_silence_seconds", site="other") == 200.0
+
+
 async def test_assignments_that_left_with_a_silent_site_are_shown(core, run, clock):
     await core.register(run.registration(work_ahead_s=600.0))
     await run.lease(1)

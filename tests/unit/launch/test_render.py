@@ -272,14 +272,18 @@ def test_a_copy_to_a_host_leaves_the_nodes_of_another_run(tmp_path):
 
 def test_learner_on_several_machines_is_an_agent_on_each():
     table = run_table()
-    learner = {**table["learner"], "nnodes": 2, "other_hosts": ["gpu-2.example"]}
+    learner = {**table["learner"], "nnodes": 2, "other_hosts": ["gpu-2.example"], "devices": [2, 3]}
     tree = render("systemd", run_file(learner=learner))
 
-    env = "etc/heterorl/learner.env"
-    first, second = (tree[f"{host}/{env}"].splitlines() for host in ("gpu.example", "gpu-2.example"))
-    assert set(first) ^ set(second) == {"HETERORL_NODE_RANK=0", "HETERORL_NODE_RANK=1"}
-    assert "HETERORL_MASTER_ADDR=gpu.example" in first
-    assert "torch.distributed.run" in tree["gpu-2.example/etc/systemd/system/heterorl-learner.service"]
+    unit = "etc/systemd/system/heterorl-learner.service"
+    first, second = (tree[f"{host}/{unit}"] for host in ("gpu.example", "gpu-2.example"))
+    assert first.replace("--node-rank 0 ", "--node-rank 1 ") == second != first
+    assert "torch.distributed.run --nnodes 2 --node-rank 0 --nproc-per-node 2 --master-addr gpu.example" in first
+    assert "\nEnvironment=CUDA_VISIBLE_DEVICES=2,3\n" in first
+    # The operator's file is optional; the launcher writes none.
+    assert "HETERORL_" not in first.partition("[Service]")[2]
+    assert "EnvironmentFile=-/etc/heterorl/learner.env" in first
+    assert not any(path.endswith(".env") for path in tree)
     script = render("slurm", run_file(learner=learner))["learner.sbatch"]
     assert "#SBATCH --nodes=2" in script
     assert "--nproc-per-node 2" in script

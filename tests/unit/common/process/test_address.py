@@ -29,7 +29,7 @@ def test_loopback_is_what_no_other_machine_can_reach(address, expected):
     assert is_loopback(address) is expected
 
 
-@pytest.mark.parametrize("address", ["coord.example:50051", "[::1]:1", "10.0.0.1:65535", "a:1,b:2"])
+@pytest.mark.parametrize("address", ["coord.example:50051", "[::1]:1", "10.0.0.1:65535", "a:1,b:2", "a.example.:1"])
 def test_host_and_port_are_accepted(address):
     check_address("--coordinator", address, is_list=True)
 
@@ -71,7 +71,8 @@ def test_every_address_of_a_configuration_has_a_port_that_can_be(schema, key, te
 
 @pytest.mark.parametrize(
     "address",
-    ["", "coord", "coord:", ":1", "coord:65536", "coord:\uff11", "co ord:1", "coord:1\n", "a,b:1", "a:1,", "http://a:1"],
+    ["", "coord", "coord:", ":1", "coord:65536", "coord:\uff11", "co ord:1", "coord:1\n", "a,b:1", "a:1,", "http://a:1",
+     "a..b:1", ".a:1", "a..:1", f"{'a' * 64}.example:1"],
 )  # fmt: skip
 @pytest.mark.parametrize("is_list", [False, True])
 def test_anything_else_is_refused_by_its_option(address, is_list):

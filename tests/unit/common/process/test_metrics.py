@@ -1,9 +1,11 @@
 """Metrics are served on a port of their own, with names by convention."""
 
 import inspect
+import itertools
 import logging
 import math
 import re
+import socket
 import urllib.request
 
 import pytest
@@ -54,6 +56,15 @@ def test_metrics_are_served_and_a_taken_port_names_its_key():
     assert missing.value.exit_code == 1
 
 
+def test_an_idle_connection_is_closed_in_silence(monkeypatch, capsys):
+    monkeypatch.setattr(metrics._Handler, "timeout", 0.05)
+    port = metrics.serve(0, service="coordinator")
+
+    with socket.create_connection(("127.0.0.1", port), timeout=5.0) as idle:
+        assert idle.recv(1) == b""
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize("schema", [CoordinatorConfig, LearnerConfig, SamplerConfig, RelayConfig])
 def test_metrics_are_on_loopback_unless_the_file_says_otherwise(schema):
     assert schema.model_fields["metrics_host"].default == "127.0.0.1"
@@ -83,6 +94,13 @@ def test_metric_names_follow_the_convention():
     assert all(re.fullmatch(r"heterorl_[a-z0-9_]+", name) for name in names)
     assert [name for name in names if not name.endswith(UNITS)] == sorted(WITHOUT_UNIT, key=names.index)
     assert [metric.name for metric in found if metric.type == "gauge" and metric.name.endswith("_total")] == []
+
+
+def test_steps_of_an_age_are_as_narrow_above_two_hours_as_below():
+    steps = metrics.SUPERSEDED_SECONDS._kwargs["buckets"]
+
+    assert steps[-1] == 2 * 86400
+    assert all(later <= 3 * earlier for earlier, later in itertools.pairwise(steps))
 
 
 def test_metric_labels_are_of_a_closed_set_and_samplers_leave_the_site_to_the_scrape():

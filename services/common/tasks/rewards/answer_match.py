@@ -12,7 +12,7 @@ from typing import Any
 
 from heterorl.common.errors import DependencyMissing, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of, is_exact, texts_of
-from heterorl.common.tasks.rewards.worker_pool import NEAR, PATIENCE, LoadFailed, NearLimit, OutOfTime, WorkerPool
+from heterorl.common.tasks.rewards.worker_pool import NEAR, LoadFailed, NearLimit, OutOfTime, WorkerPool
 from heterorl.common.tasks.source_config import SourceConfig
 from heterorl.common.tasks.sources.row_reader import cell_of, kind_of
 from heterorl.common.tasks.task import AnswerProblem, Doubts, Prompt
@@ -22,6 +22,8 @@ MAX_ANSWER_CHARS = 20_000
 MAX_MEMORY_BYTES = 4 << 30
 LIMIT_S = 5.0
 """Most processor time of a comparison, so that nodes with longer limits agree."""
+PATIENCE = 40.0
+"""Seconds by the clock for each of processor time: on a busy machine too, that limit ends what hangs, as a 0."""
 _CACHED_ANSWERS = 1 << 14
 _UNREADABLE = "the right answer cannot be parsed"
 
@@ -37,9 +39,9 @@ class MathVerifier:
     def __init__(self, *, timeout_s: float, num_workers: int = 1) -> None:
         job = {"kind": "math_verify", "max_memory_bytes": MAX_MEMORY_BYTES}
         self._cpu_s = cpu_s = limit_of(timeout_s)
-        self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=cpu_s, num_workers=num_workers)
+        self.pool = WorkerPool(job, timeout_s=PATIENCE * cpu_s, cpu_s=cpu_s, num_workers=num_workers)
         # Its own worker: answers are read before generation, which must not wait for scores.
-        self.reader = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=cpu_s)
+        self.reader = WorkerPool(job, timeout_s=PATIENCE * cpu_s, cpu_s=cpu_s)
         self.problem = functools.lru_cache(maxsize=_CACHED_ANSWERS)(self._problem)
         self.near = NearLimit()
         """Comparisons whose result another machine may not repeat within the limit."""

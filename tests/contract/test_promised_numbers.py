@@ -225,7 +225,10 @@ PROMISES = [
         f"`task.reward_timeout_s` ({SAMPLER.task.reward_timeout_s:g} s) of processor time, so the load of a machine"
         f" does not change its score. By the clock it has {WORDS[worker_pool.PATIENCE]} times as much",
     ),
-    ("docs/rewards.md", f"A comparison by math_verify has at most {answer_match.LIMIT_S:g} s. Below"),
+    (
+        "docs/rewards.md",
+        f"math_verify has at most {answer_match.LIMIT_S:g} s, by the clock {answer_match.PATIENCE:g} times as much. Below",
+    ),
     ("docs/rewards.md", f"words, up to {WORDS[math_expressions.MAX_WORDS]}"),
     (
         "docs/rewards.md",

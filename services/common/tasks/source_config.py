@@ -287,7 +287,7 @@ class SourceConfig(Config):
     come first."""
     reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Processor time of one reward, or four times by the clock (http, judge: clock time only); then the completion is
-    lost. math_verify: at most 5 s; reasoning_gym: half of it, at most 2 s; then reward 0."""
+    lost. math_verify: at most 5 s, 40 times by the clock; reasoning_gym: half of it, at most 2 s; then reward 0."""
     sandbox: bool = True
     """reasoning_gym: score in bubblewrap. False lets completions run any code as this user: only without namespaces and
     secrets. Never adopted."""

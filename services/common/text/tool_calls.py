@@ -58,6 +58,8 @@ def parse_action(text: str, *, parser: Parser) -> ParsedTurn:
     end = len(text) if end < 0 else end
     answer = text[start:end]
     rest, written, problem = _from_tags(answer) if parser == "hermes" else _from_whole(answer)
+    if parser == "hermes" and _is_cut(text[:start], answer):
+        problem = f"a call has {THOUGHT} in it"
     calls: list[tuple[str, dict[str, Any]]] = []
     for each in written:
         if problem:
@@ -111,9 +113,15 @@ def _from_tags(answer: str) -> tuple[str, list[str], str]:
     return "".join(kept), written, ""
 
 
+def _is_cut(before: str, answer: str) -> bool:
+    """Whether the end of thoughts lies within a call."""
+    return before.rfind(_OPEN) > before.rfind(_CLOSE) and _CLOSE in answer.partition(_OPEN)[0]
+
+
 def _from_whole(answer: str) -> tuple[str, list[str], str]:
     """The answer itself where it is a call; other JSON is text."""
-    is_call = answer.lstrip(_SPACE).startswith(("{", "[")) and '"name"' in answer
+    has_arguments = '"arguments"' in answer or '"parameters"' in answer
+    is_call = answer.lstrip(_SPACE).startswith(("{", "[")) and '"name"' in answer and has_arguments
     return ("", [answer], "") if is_call else (answer, [], "")
 
 

@@ -42,6 +42,8 @@ def main() -> None:
     returned = getattr(module, name)(row, os.environ["HETERORL_BASE_URL"], os.environ["HETERORL_API_KEY"])
     if inspect.iscoroutine(returned):
         returned = asyncio.run(returned)
+    # A process that the policy drives may have found the file in /proc.
+    os.ftruncate(reward, 0)
     # numpy's numbers are none of JSON.
     os.write(reward, json.dumps(returned, default=float).encode("ascii"))
 

@@ -170,13 +170,15 @@ class ProgramEnvironment(EndpointEpisode):
             if self._code:
                 return 0.0
         stated = os.pread(self._reward, MAX_TAIL_BYTES, 0).decode(errors="replace").strip()
-        text = stated or next(iter(self._out.lines()), "")
+        is_function = self._prefix == _OF_FUNCTION
+        # A function that ends its process returns nothing; its last line may be the policy's.
+        text = stated or ("" if is_function else next(iter(self._out.lines()), ""))
         try:
             return _reward(text, has_truths=bool(stated))
         except ValueError as error:
             if not text:
-                raise ValueError("the program wrote no reward, and printed nothing") from None
-            is_function = stated and self._prefix == _OF_FUNCTION
+                why = "ended before its function returned" if is_function else "wrote no reward, and printed nothing"
+                raise ValueError(f"the program {why}") from None
             place = (
                 "is what the function returned" if is_function else f"is in {_PLACE}" if stated else "is its last line"
             )

@@ -12,8 +12,9 @@ from typing import Any
 
 from heterorl.common.errors import DependencyMissing, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of, is_exact, texts_of
-from heterorl.common.tasks.rewards.worker_pool import NEAR, PATIENCE, LoadFailed, NearLimit, OutOfTime, WorkerPool
+from heterorl.common.tasks.rewards.worker_pool import NEAR, LoadFailed, NearLimit, OutOfTime, WorkerPool
 from heterorl.common.tasks.source_config import SourceConfig
+from heterorl.common.tasks.sources.row_reader import cell_of, kind_of
 from heterorl.common.tasks.task import AnswerProblem, Doubts, Prompt
 from heterorl.common.types.rollout import RewardPart
 
@@ -21,6 +22,8 @@ MAX_ANSWER_CHARS = 20_000
 MAX_MEMORY_BYTES = 4 << 30
 LIMIT_S = 5.0
 """Most processor time of a comparison, so that nodes with longer limits agree."""
+PATIENCE = 40.0
+"""Seconds by the clock for each of processor time: on a busy machine too, that limit ends what hangs, as a 0."""
 _CACHED_ANSWERS = 1 << 14
 _UNREADABLE = "the right answer cannot be parsed"
 
@@ -36,9 +39,9 @@ class MathVerifier:
     def __init__(self, *, timeout_s: float, num_workers: int = 1) -> None:
         job = {"kind": "math_verify", "max_memory_bytes": MAX_MEMORY_BYTES}
         self._cpu_s = cpu_s = limit_of(timeout_s)
-        self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=cpu_s, num_workers=num_workers)
+        self.pool = WorkerPool(job, timeout_s=PATIENCE * cpu_s, cpu_s=cpu_s, num_workers=num_workers)
         # Its own worker: answers are read before generation, which must not wait for scores.
-        self.reader = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=cpu_s)
+        self.reader = WorkerPool(job, timeout_s=PATIENCE * cpu_s, cpu_s=cpu_s)
         self.problem = functools.lru_cache(maxsize=_CACHED_ANSWERS)(self._problem)
         self.near = NearLimit()
         """Comparisons whose result another machine may not repeat within the limit."""
@@ -85,15 +88,11 @@ class MathVerifier:
             raise RewardError(f"math-verify: {error}") from error
 
 
-def _joined(answer: str) -> str:
-    return ", ".join(texts_of(answer)) or answer
-
-
 _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 """They decide which texts are equal."""
 _PART = "correct"
 _OTHER = 'correct the data, or take match = "exact" or another reward'
-_RULES = {"exact": 6, "math_verify": 12}
+_RULES = {"exact": 7, "math_verify": 13}
 """A number rises where equal completions get other scores."""
 
 
@@ -112,6 +111,7 @@ class MatchedTask:
         self.match_name = f"{config.match} {_RULES[config.match]}"
         """Part of task digests."""
         self.num_workers = 1
+        self._column = config.data.answer
         self._verifier: MathVerifier | None = None
         if config.match == "math_verify":
             self.num_workers = config.reward_workers
@@ -124,17 +124,28 @@ class MatchedTask:
         if self._verifier is None:
             is_right = is_exact(prompt.answer, completion)
         else:
-            is_right = self._verifier.verify(answer=_joined(prompt.answer), completion=answer_of(completion))
+            given = answer_of(completion)
+            is_right = any(self._verifier.verify(answer=one, completion=given) for one in self._right(prompt))
         return (RewardPart(name=_PART, value=float(is_right)),)
 
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:
         if self._verifier is None:
             return Doubts()
-        return Doubts(near=self._verifier.near.names(_PART, _joined(prompt.answer), answer_of(completion)))
+        given, near = answer_of(completion), self._verifier.near
+        return Doubts(near=next(filter(None, (near.names(_PART, one, given) for one in self._right(prompt))), ()))
 
     def answer_problem(self, prompt: Prompt) -> AnswerProblem | None:
-        text = "" if self._verifier is None else self._verifier.problem(_joined(prompt.answer))
+        text = "" if self._verifier is None else self._verifier.problem(self._right(prompt)[0])
         return AnswerProblem(key="task.match", text=text, action=_OTHER) if text else None
+
+    def _right(self, prompt: Prompt) -> tuple[str, ...]:
+        """Texts of a row's answer, one of which a completion's must equal."""
+        value = cell_of(prompt.columns, self._column)
+        is_pair = isinstance(value, list) and list(map(kind_of, value)) == ["a number"] * 2
+        if is_pair and value[0] < value[1]:
+            # To mathematics the text of the list is an interval.
+            return f"({prompt.answer[1:-1]})", prompt.answer
+        return (", ".join(texts_of(prompt.answer)) or prompt.answer,)
 
     def close(self) -> None:
         if self._verifier is not None:

@@ -218,8 +218,9 @@ def _last_object(words: str, name: str) -> Any:
             found, last = value[name], end
     if last < 0:
         raise ValueError(f'no JSON object with "{name}"')
-    later = re.findall(rf"""["']{re.escape(name)}["']\s*:[\s"'*]*([-+]?(?:\d+\.?\d*|\.\d+)|null|None)""", words[last:])
-    if any(one in ("null", "None") or float(one) != float(str(found)) for one in later):
+    stated = rf"""(?i)(?<!\w){re.escape(name)}["'*]*\s*[:=][\s"'*]*([-+]?(?:\d+\.?\d*|\.\d+)|null|none)"""
+    later = re.findall(stated, words[last:])
+    if any(one.lower() in ("null", "none") or float(one) != float(str(found)) for one in later):
         # A verdict that is cut or no JSON; the object before it may be an example.
         raise ValueError(f'the last "{name}" is in no JSON object')
     return found

@@ -215,7 +215,7 @@ def _remote(reward: HttpRewardConfig | JudgeRewardConfig, config: SourceConfig, 
     else:
         rubric = _rubric(reward, key=key)
         # The number rises where equal replies get other scores; cached ones are asked again.
-        question = [5, rubric, reward.model, reward.field, reward.pattern, sorted(reward.request.items())]
+        question = [6, rubric, reward.model, reward.field, reward.pattern, sorted(reward.request.items())]
         stated = [*question, reward.low, reward.high]
         # The judge's scale becomes 0 to 1.
         terms = Terms(name=reward.name, low=0.0, high=1.0)

@@ -36,6 +36,8 @@ def test_an_exact_match_leaves_thoughts_out():
     assert matcher.score(prompt, "<think>It is 6.</think>\n7")[0].value == 1.0
     assert matcher.score(prompt, "<think>7")[0].value == 0.0
     assert matcher.score(prompt, "<think>7</think>6")[0].value == 0.0
+    several = Prompt(index=1, text="Which city?", answer='["", "Paris"]')
+    assert [matcher.score(several, said)[0].value for said in ("", "Paris")] == [0.0, 1.0]
 
 
 @pytest.mark.process

@@ -68,6 +68,8 @@ def test_right_code_passes_and_wrong_code_does_not(sandbox):
 READS = (
     "import io, os\ninput = io.BytesIO(os.read(0, os.fstat(0).st_size)).readline\nprint(int(input()) + 1)",
     "import mmap\nprint(int(mmap.mmap(0, 0, mmap.MAP_PRIVATE, mmap.PROT_READ).readline()) + 1)",
+    "print(int(open('/dev/stdin').readline()) + 1)",
+    "import pathlib\nprint(int(pathlib.Path('/dev/stdin').read_text().split()[0]) + 1)",
     "import sys\nsys.stdin.seek(0, 2)\nsys.stdin.seek(0)\nprint(int(sys.stdin.readline()) + 1)",
     "import os\ntry: os.write(0, b'9')\nexcept PermissionError: print(int(input()) + 1)",
     "import os\ntry: os.ftruncate(0, 1 << 20)\nexcept PermissionError: print(int(input()) + 1)",

@@ -297,7 +297,8 @@ def test_scores_are_those_of_the_data_set_itself(name):
         for index in range(12):
             prompt, entry = task.prompt(index), task._entries.find(index, False)
             for text in (prompt.answer, f" {prompt.answer}\n", task.prompt((index + 1) % 12).answer, "", "12"):
-                assert task.score(prompt, text)[0].value == task._entries.score(entry, text)
+                for said in (text, f"<answer>3</answer>, no: <answer>{text}</answer>."):
+                    assert task.score(prompt, said)[0].value == task._entries.score(entry, text)
         held_out = task.evaluation_prompt(0)
         assert task.score(held_out, held_out.answer)[0].value == 1.0
         # Its verifier raises for what is no number: no answer, and not the end of a group.

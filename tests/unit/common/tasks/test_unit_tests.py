@@ -313,6 +313,10 @@ def test_printed_words_are_compared_and_numbers_with_a_point_nearly(printed, wan
         ({"public_tests": {"input": ["1"], "output": []}}, "not two lists of one length"),
         ({"public_tests": {"input": ["1"], "out": ["1"]}}, "the key 'out'"),
         ("def check(candidate):\n    assert candidate(1)", "checks nothing"),
+        ("async def check(candidate):\n    assert candidate(1)", "checks nothing"),
+        ("METADATA: dict = {}\nfrom solution import f\ndef test():\n    assert f()\nTESTS = [test]", "checks nothing"),
+        ("def test():\n    assert f()\nif __name__ == '__main__':\n    test()", "checks nothing"),
+        ("if False:\n    assert f()\nelif 0:\n    assert f()\nelse:\n    pass", "checks nothing"),
         ('{"inputs": ["1"', "is not Python"),
         ([], "holds no list of tests"),
         ({"inputs": [], "outputs": []}, "holds no list of tests"),
@@ -322,7 +326,7 @@ def test_printed_words_are_compared_and_numbers_with_a_point_nearly(printed, wan
 def test_tests_that_cannot_be_read_are_refused_with_their_key(answer, message):
     text = answer if isinstance(answer, str) else json.dumps(answer)
     with pytest.raises(ValueError, match=message):
-        unit_tests_of(text, {})
+        unit_tests_of(text, {"entry_point": "f"} if text.startswith("async") else {})
 
 
 def test_of_many_tests_an_even_sample_runs():

@@ -60,6 +60,7 @@ def test_calls_between_tags_are_read(text, rest, calls):
         ('<think>{"name": 1}</think>\n{"name": "f", "arguments": {}}', '<think>{"name": 1}</think>', [("f", {})]),
         # An answer that is JSON, or text with JSON in it.
         ('{"move": "left"}', '{"move": "left"}', []),
+        ('{"name": "Bob", "age": 3}', '{"name": "Bob", "age": 3}', []),
         ('I call {"name": "f"}', 'I call {"name": "f"}', []),
         (tagged(call()), tagged(call()), []),
     ],
@@ -102,7 +103,7 @@ def test_a_call_that_cannot_be_read_is_a_problem_in_words(written, problem):
     assert said.problem.startswith("No tool was called: call 2 ")
     assert problem in said.problem
     assert said.problem.endswith('Write <tool_call>{"name": "TOOL", "arguments": {...}}</tool_call>')
-    if written.startswith("{") and "name" in written:
+    if written.startswith("{") and "name" in written and "arguments" in written:
         assert problem in parse_action(written, parser="json").problem
 
 
@@ -125,6 +126,14 @@ def test_the_number_of_calls_is_bounded():
     ):
         said = parse_action(tagged(*texts), parser="hermes")
         assert (said.calls, f"at most {MAX_CALLS} calls" in said.problem) == ((), True)
+
+
+@pytest.mark.parametrize("before", ["", "<think>so</think>"])
+def test_a_call_around_an_end_of_thoughts_is_a_problem(before):
+    text = before + tagged(call("f", x="a</think>b"))
+
+    assert parse_action(text, parser="hermes")[:2] == (text, ())
+    assert "a call has </think> in it" in parse_action(text, parser="hermes").problem
 
 
 def test_a_call_that_is_not_closed_is_a_problem():

@@ -46,8 +46,8 @@ MAX_TESTS = 128
 """Tests of a row that run; of a longer list an even sample."""
 COLUMNS = ("fn_name", "func_name", "metadata", "entry_point", "test_setup_code", "test_imports")
 """Columns that some datasets need to make a test."""
-_CHECK = re.compile(r"^(?:async +)?def +check *\(", re.MULTILINE)
-"""Definition of the function in HumanEval's tests."""
+_CHECK = re.compile(r"^def +check *\(", re.MULTILINE)
+"""Definition of the function in HumanEval's tests; an async one would run nothing."""
 _SETS = ("public_tests", "private_tests", "generated_tests")
 _PAIR_KEYS = frozenset({"input", "output"})
 _TABLE_KEYS = frozenset({"tests", "test_cases", "language", "inputs", "outputs", "fn_name", *_PAIR_KEYS, *_SETS})
@@ -278,9 +278,20 @@ def _does_nothing(statement: ast.stmt) -> bool:
     if isinstance(statement, ast.Expr):
         # A bare name fails where the completion does not define it.
         return not any(isinstance(part, ast.Name | ast.Call | ast.Await) for part in ast.walk(statement))
+    if isinstance(statement, ast.Assign | ast.AnnAssign):
+        return not any(isinstance(part, ast.Call | ast.Await) for part in ast.walk(statement))
+    if isinstance(statement, ast.If) and _is_never(statement.test):
+        return all(map(_does_nothing, statement.orelse))
     return isinstance(
         statement, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef | ast.Import | ast.ImportFrom | ast.Pass
     )
+
+
+def _is_never(test: ast.expr) -> bool:
+    """Whether a condition is constant false, or asks for the main program."""
+    if isinstance(test, ast.Constant):
+        return not test.value
+    return any(isinstance(part, ast.Name) and part.id == "__name__" for part in ast.walk(test))
 
 
 def _function_of(columns: Mapping[str, Any]) -> str:
@@ -440,7 +451,7 @@ class CodeReward:
             facts["python"], config.credit, config.needs_block, config.test_timeout_s, timeout_s, config.memory_bytes,
             config.num_processes, config.work_bytes, config.output_bytes,
         ]  # fmt: skip
-        self.digest: Digest = bytes_digest(json.dumps(["code 9", *stated]).encode())
+        self.digest: Digest = bytes_digest(json.dumps(["code 10", *stated]).encode())
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """Value of the tests; raises RewardError without tests or a sandbox."""

@@ -132,7 +132,7 @@ class ReasoningGymTask:
         self.num_workers = config.reward_workers
         self.num_prompts, self.num_evaluation_prompts = config.size, config.evaluation_size
         stated = f"{version} {name} {config.size} {config.evaluation_size} {config.seed} {self._limit_s:g}"
-        self.digest: Digest = bytes_digest(f"reasoning_gym 6 {stated}".encode())
+        self.digest: Digest = bytes_digest(f"reasoning_gym 7 {stated}".encode())
         job = {
             **entries, "kind": "gym", "version": version, "cpu_s": self._limit_s, "timeout_s": PATIENCE * self._limit_s,
             "sandbox": config.sandbox,
@@ -174,7 +174,7 @@ class ReasoningGymTask:
                     # It ended after the completion before, such as without memory.
                     worker.ask(asked)
                 try:
-                    reply = worker.ask({**asked, "completion": answer_of(completion)}, starts=False)
+                    reply = worker.ask({**asked, "completion": _stated(completion)}, starts=False)
                 except WorkerLost:
                     reply = {"value": 0.0, "share": 1.0}
         except LoadFailed as error:
@@ -194,6 +194,13 @@ class ReasoningGymTask:
             return self._entries.find(index, held_out)
         except NoEntries as error:
             raise ConfigError("task.name", str(error), action="name another dataset of reasoning-gym") from error
+
+
+def _stated(completion: str) -> str:
+    """Text of the last <answer>, as reasoning-gym takes it, else all without thoughts."""
+    answer = answer_of(completion)
+    _, opened, text = answer.rpartition("</answer>")[0].rpartition("<answer>")
+    return text if opened else answer
 
 
 def _prompt(index: int, entry: Any) -> Prompt:

@@ -76,6 +76,15 @@ def odd(row, base_url, api_key):
         ask(base_url, api_key, [user(row["first"]), message, user(pid)])
         if row.get("stays"):
             signal.pause()
+    if word == "exit":
+        print(message["content"], flush=True)
+        os._exit(0)
+    if word == "forge":
+        for each in os.listdir("/proc/self/fd"):
+            place = "/proc/self/fd/" + each
+            if os.path.exists(place) and "memfd:reward" in os.readlink(place):
+                with open(place, "w") as file:
+                    file.write("0.59999")
     if word == "numpy":
         import numpy as np
 
@@ -239,11 +248,16 @@ def test_tools_of_the_first_request_are_shown_and_results_have_names(opened):
 
 @pytest.mark.parametrize(
     ("do", "words"),
-    [("text", "is what the function returned, and no reward"), ("none", "no reward"), ("nan", "not finite")],
+    [
+        ("text", "is what the function returned, and no reward"),
+        ("none", "no reward"),
+        ("nan", "not finite"),
+        ("exit", "the program ended before its function returned"),
+    ],
 )
 def test_what_is_no_reward_is_an_error(opened, do, words):
     with opened("agent.py:odd").open({"do": do, "first": "x"}, seed=1) as episode:
-        assert episode.step(Action("y")).done
+        assert episode.step(Action("1000")).done
         with pytest.raises(EnvironmentFailed, match=words):
             episode.score()
 
@@ -257,9 +271,10 @@ def test_numpy_is_seeded_and_its_numbers_and_truths_are_rewards(opened):
             assert episode.step(Action("z")).done
             assert values(episode) == {"reward": 0.5}
     assert drawn[0] == drawn[1] != drawn[2]
-    with episodes.open({"do": "true", "first": "x"}, seed=1) as episode:
-        assert episode.step(Action("y")).done
-        assert values(episode) == {"reward": 1.0}
+    for do, reward in (("true", 1.0), ("forge", 0.5)):
+        with episodes.open({"do": do, "first": "x"}, seed=1) as episode:
+            assert episode.step(Action("y")).done
+            assert values(episode) == {"reward": reward}
 
 
 def test_a_reward_in_the_named_file_is_no_text_of_the_policy(opened, monkeypatch):

@@ -200,7 +200,7 @@ def _stated(completion: str) -> str:
     """Text of the last <answer>, as reasoning-gym takes it, else all without thoughts."""
     answer = answer_of(completion)
     _, opened, text = answer.rpartition("</answer>")[0].rpartition("<answer>")
-    return text if opened else answer
+    return text.strip() if opened else answer
 
 
 def _prompt(index: int, entry: Any) -> Prompt:

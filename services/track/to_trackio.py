@@ -41,8 +41,10 @@ class Trackio:
 
     def write(self, reports: Sequence[StepReport]) -> None:
         rows = [row_of(report) for report in reports]
-        # trackio has a column for it.
-        self._write(rows, [row.pop("step") for row in rows])
+        for row in rows:
+            # trackio has a column for it.
+            del row["step"]
+        self._write(rows, [report.step for report in reports])
 
     def write_evaluations(self, evaluations: Sequence[Evaluation]) -> None:
         self._write([evaluation_row(found) for found in evaluations], [found.version for found in evaluations])

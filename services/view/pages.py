@@ -37,7 +37,7 @@ PAGE = 50
 MAX_TOKENS = 20_000
 """Tokens coloured on one page; the rest is plain text."""
 LIMIT_BYTES = 3 << 29
-"""Limit of texts and numbers; with the search index they take about 2.7 times as much disk."""
+"""Limit of texts and numbers; with the search index they take at most about 2.9 times as much disk."""
 KEY_BYTES = 24
 _HERE = Path(__file__).parent
 _STATIC = {path.name: path.read_bytes() for path in sorted((_HERE / "static").iterdir())}

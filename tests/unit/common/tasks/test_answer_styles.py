@@ -77,6 +77,8 @@ STYLES = [
         "C, because A is wrong. Wait, it must be B.", "The answer is **(C)** and **(D)**.", "C, because A is wrong. No, B.", "C because it fits. Sorry, B.",
         "C, since A fails. Correction: B.", "C because A is wrong. So B.", "C because it is small. Then again, B is smaller.", "C as usual: B", "C as",
     ]),
+    ("B", ["The answer is B. D", box("(B) D")], []),
+    ("D", [], ["The answer is B. D", box("(B) D.")]),
     *((one, [], ["The answer is **(C)** and the others are wrong.", "**C**, since A and B are wrong", "**(C)** because (D) is too large."]) for one in "ABD"),
     ("C, D", ["The answer is **(C)** and **(D)**.", "The answers are **C** and **D**.", box("**(C)** and **(D)**")], ["The answer is **(C)** or **(D)**."]),
     ("A, C", ["The answer is (A) and (C).", "The answer is (A), (C)."], ["The answer is (A) or (C).", "The answer is (A), (B)."]),

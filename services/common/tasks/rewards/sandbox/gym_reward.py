@@ -197,7 +197,7 @@ class ReasoningGymTask:
 
 
 def _stated(completion: str) -> str:
-    """Text of the last <answer>, as reasoning-gym takes it, else all without thoughts."""
+    """Text of the last <answer>, else all without thoughts."""
     answer = answer_of(completion)
     _, opened, text = answer.rpartition("</answer>")[0].rpartition("<answer>")
     return text if opened else answer

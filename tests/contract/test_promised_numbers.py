@@ -227,7 +227,7 @@ PROMISES = [
     ),
     (
         "docs/rewards.md",
-        f"math_verify has at most {answer_match.LIMIT_S:g} s, by the clock {answer_match.PATIENCE:g} times as much. Below",
+        f"math_verify has at most {answer_match.LIMIT_S:g} s (by the clock {answer_match.PATIENCE:g} times). Below",
     ),
     ("docs/rewards.md", f"words, up to {WORDS[math_expressions.MAX_WORDS]}"),
     (

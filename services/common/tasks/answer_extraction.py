@@ -61,7 +61,7 @@ def is_exact(answer: str, completion: str) -> bool:
 
 
 def texts_of(answer: str) -> list[str]:
-    """Texts of an answer that lists them, without blank ones."""
+    """Texts of an answer column that lists them, without blank ones."""
     with contextlib.suppress(ValueError, RecursionError):
         found = json.loads(answer) if answer.startswith('["') else []
         return [one for one in found if one.strip()] if all(isinstance(one, str) for one in found) else []

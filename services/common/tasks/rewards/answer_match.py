@@ -14,7 +14,6 @@ from heterorl.common.errors import DependencyMissing, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of, is_exact, texts_of
 from heterorl.common.tasks.rewards.worker_pool import NEAR, LoadFailed, NearLimit, OutOfTime, WorkerPool
 from heterorl.common.tasks.source_config import SourceConfig
-from heterorl.common.tasks.sources.row_reader import cell_of, kind_of
 from heterorl.common.tasks.task import AnswerProblem, Doubts, Prompt
 from heterorl.common.types.rollout import RewardPart
 
@@ -111,7 +110,6 @@ class MatchedTask:
         self.match_name = f"{config.match} {_RULES[config.match]}"
         """Part of task digests."""
         self.num_workers = 1
-        self._column = config.data.answer
         self._verifier: MathVerifier | None = None
         if config.match == "math_verify":
             self.num_workers = config.reward_workers
@@ -140,11 +138,6 @@ class MatchedTask:
 
     def _right(self, prompt: Prompt) -> tuple[str, ...]:
         """Texts of a row's answer, one of which a completion's must equal."""
-        value = cell_of(prompt.columns, self._column)
-        is_pair = isinstance(value, list) and list(map(kind_of, value)) == ["a number"] * 2
-        if is_pair and value[0] < value[1]:
-            # To mathematics the text of the list is an interval.
-            return f"({prompt.answer[1:-1]})", prompt.answer
         return (", ".join(texts_of(prompt.answer)) or prompt.answer,)
 
     def close(self) -> None:

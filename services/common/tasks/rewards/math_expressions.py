@@ -49,6 +49,7 @@ _TEXT = re.compile(
 )
 _WORDS = re.compile(r"[^\W\d_][^\d_\\${}^=<>|+*/]*", re.DOTALL)
 _OPTION = re.compile(r"[(\[]?\s*([A-Za-z])\s*[)\].:]?")
+_LETTER = re.compile(r"[(\[]?[A-J][)\].]*")
 _OPTION_AND_VALUE = re.compile(
     r"(?:\\text(?:bf|rm)?\s*\{\s*)?(?:\(([A-J])\)|([A-J])\s*[).:])(?:[\s}]|\\[ ,;:])+(\S.*)", re.DOTALL
 )
@@ -309,7 +310,9 @@ def readings(text: str) -> list[Any]:
         found = [read_expression(inner if _OPTION.fullmatch(inner) else text)]
     else:
         letter, value = Text((option[1] or option[2]).casefold()), read_expression(option[3])
-        found = [value, letter, words_of(inner), None if value is None else Option(letter, value)]
+        # B. D is no answer D.
+        alone = None if _LETTER.fullmatch(option[3]) else value
+        found = [alone, letter, words_of(inner), None if value is None else Option(letter, value)]
     return [one for one in found if one is not None]
 
 

@@ -23,7 +23,7 @@ import numpy.typing as npt
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.rewards.answer_match import MatchedTask
 from heterorl.common.tasks.source_config import SourceConfig
-from heterorl.common.tasks.sources.row_reader import RowReader, Rows, lengths_of
+from heterorl.common.tasks.sources.row_reader import RowReader, Rows, cell_of, kind_of, lengths_of
 from heterorl.common.tasks.task import BETWEEN, Measure, Prompt, question_of
 from heterorl.common.types.common import Digest
 from heterorl.common.wire.common_messages import bytes_digest
@@ -75,6 +75,7 @@ class RowsTask(MatchedTask):
         """
         super().__init__(config)
         data = config.data
+        self._column = data.answer
         self._words: list[Any] = ["rows 1", self.match_name, data.prompt, data.messages, data.answer]
         chosen = _chosen("task.name", rows, config, measure)
         if held_out is None:
@@ -101,6 +102,14 @@ class RowsTask(MatchedTask):
         left.training = self.training.only(~np.isin(self.training.questions, questions))
         left._count()
         return left
+
+    def _right(self, prompt: Prompt) -> tuple[str, ...]:
+        value = cell_of(prompt.columns, self._column)
+        is_pair = isinstance(value, list) and list(map(kind_of, value)) == ["a number"] * 2
+        if is_pair and value[0] < value[1]:
+            # To mathematics the text of the list is an interval.
+            return f"({prompt.answer[1:-1]})", prompt.answer
+        return super()._right(prompt)
 
     def prompt(self, index: int) -> Prompt:
         return self.training.prompt(index)

@@ -77,6 +77,8 @@ STYLES = [
         "C, because A is wrong. Wait, it must be B.", "The answer is **(C)** and **(D)**.", "C, because A is wrong. No, B.", "C because it fits. Sorry, B.",
         "C, since A fails. Correction: B.", "C because A is wrong. So B.", "C because it is small. Then again, B is smaller.", "C as usual: B", "C as",
     ]),
+    ("B", ["The answer is B. D", box("(B) D")], []),
+    ("D", [], ["The answer is B. D", box("(B) D.")]),
     *((one, [], ["The answer is **(C)** and the others are wrong.", "**C**, since A and B are wrong", "**(C)** because (D) is too large."]) for one in "ABD"),
     ("C, D", ["The answer is **(C)** and **(D)**.", "The answers are **C** and **D**.", box("**(C)** and **(D)**")], ["The answer is **(C)** or **(D)**."]),
     ("A, C", ["The answer is (A) and (C).", "The answer is (A), (C)."], ["The answer is (A) or (C).", "The answer is (A), (B)."]),
@@ -350,10 +352,10 @@ def test_an_answer_counts_in_each_style_in_which_people_state_it(answer, right, 
     assert [one for one in wrong if is_right(wanted, answer_of(one))] == []
 
 
-def scores(match, answer, /, *completions, **columns):
+def scores(match, answer, *completions):
     task = MatchedTask(SourceConfig(name="jsonl:questions.jsonl", match=match))
     try:
-        prompt = Prompt(index=0, text="", answer=answer, columns=columns)
+        prompt = Prompt(index=0, text="", answer=answer)
         return [task.score(prompt, completion)[0].value for completion in completions]
     finally:
         task.close()
@@ -369,6 +371,3 @@ def test_an_answer_column_of_lists_holds_texts():
 def test_several_texts_of_a_list_are_all_values_for_mathematics():
     assert scores("math_verify", '["3", "4"]', box("4, 3"), box("3"), box("[3,4]")) == [1, 0, 0]
     assert scores("math_verify", '["5 cm"]', box("5"), box("6")) == [1, 0]
-    said = (box("3,4"), "3 and 4", box("[3,4]"), box("3"), box("3,5"))
-    assert scores("math_verify", "[3, 4]", *said, answer=[3, 4]) == [1, 1, 1, 0, 0]
-    assert scores("math_verify", "[3, 4]", *said, answer="[3, 4]") == [0, 0, 1, 0, 0], "text is an interval"

@@ -305,6 +305,20 @@ def test_math_verify_compares_mathematics_and_survives_what_hangs_it(tmp_path, m
         task._verifier.close()
 
 
+@pytest.mark.process
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize(("answer", "values"), [([3, 4], [1, 1, 1, 0]), ("[3, 4]", [0, 0, 1, 0])])
+def test_a_list_of_two_numbers_is_its_values_and_its_text_an_interval(tmp_path, answer, values):
+    rows = ({"prompt": f"{number}?", "facts": {"right": answer}} for number in range(2))
+    data = {"answer": "facts.right"}
+    task = build_task(TaskConfig(name=f"jsonl:{lines(tmp_path, *rows)}", match="math_verify", data=data))
+    try:
+        said = ("\\boxed{3,4}", "3 and 4", "\\boxed{[3,4]}", "\\boxed{3}")
+        assert [task.score(task.prompt(0), each)[0].value for each in said] == values
+    finally:
+        close_task(task)
+
+
 def test_digest_says_what_decides_a_comparison(tmp_path, monkeypatch):
     path = lines(tmp_path, *({"prompt": f"{number}?", "answer": "2"} for number in range(2)))
 

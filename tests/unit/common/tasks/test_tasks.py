@@ -440,7 +440,7 @@ def test_math_worker_that_gets_no_processor_says_nothing_of_the_answer():
     try:
         assert verifier.verify(answer="$2$", completion="$2$") is True
         (worker,) = verifier.pool.workers
-        assert worker.timeout_s == 60.0 * answer_match.PATIENCE
+        assert worker.timeout_s == answer_match.LIMIT_S * answer_match.PATIENCE
         worker.timeout_s = 0.5
         os.kill(worker.process.pid, signal.SIGSTOP)
         with pytest.raises(RewardError, match="no answer in 0.5 s"):

@@ -30,7 +30,7 @@ from heterorl.coordinator.versions.chain import Chain
 from tests.support.merging import keeping, published
 from tests.support.run import Run
 
-pytestmark = pytest.mark.sqlite
+pytestmark = [pytest.mark.sqlite, pytest.mark.files]
 
 
 def read_rows(directory):

@@ -75,7 +75,7 @@ def configured(
 BUDGET_S = 30.0
 """Seconds for which a call is retried over a broken link, or a pull that brings no byte."""
 CALL_S = 5.0
-"""Of these, the seconds for one call of a pull."""
+"""Seconds for which a pull retries one call; BUDGET_S bounds all of them."""
 
 
 def joined(config: SamplerConfig, address: str) -> SamplerConfig:

@@ -11,7 +11,7 @@ from pathlib import Path
 from heterorl_research.lab.cell import Cell
 
 SERVICES, FAST = "services", "fast"
-MOST_RUNS = 16
+MOST_RUNS = 4
 """Runs of a batch on a CPU: more of them cost no less each, and an interruption loses more."""
 MOST_RUNS_ON_GPU = 256
 """Runs of a batch on a GPU, which many runs fill."""

@@ -98,6 +98,28 @@ def test_three_tests_that_hang_in_three_ways_are_ended_and_the_others_run(tmp_pa
     assert "crashed while running" in said
 
 
+def test_fixture_that_hangs_behind_a_failed_test_is_ended(tmp_path):
+    text = """
+import threading, pytest
+
+@pytest.fixture
+def hanging():
+    yield
+    threading.Event().wait()
+
+@pytest.mark.timeout(0.1)
+def test_fails(hanging):
+    raise AssertionError
+
+def test_passes():
+    pass
+"""
+    code, said, results = run(tmp_path, text, "-n", "1", "--dist", "loadfile", "-p", "no:randomly")
+
+    assert (code, results["outcomes"]["passed"]) == (1, 1), said
+    assert "crashed while running" in said
+
+
 def test_files_behind_a_test_that_ends_its_worker_run_in_another_one(tmp_path):
     # The worker's first file is done: it must not go to the next worker.
     (tmp_path / "test_before.py").write_text("def test_it():\n    pass\n")

@@ -17,6 +17,7 @@ import functools
 import inspect
 import os
 import signal
+import time
 from typing import Any
 
 import pytest
@@ -50,6 +51,7 @@ _STOP = 1.5
 _stderr = pytest.StashKey[int]()
 _usual_s = pytest.StashKey[float]()
 _limit_s = pytest.StashKey[float]()
+_stops_at = pytest.StashKey[float]()
 _is_coroutine = pytest.StashKey[bool]()
 
 
@@ -80,11 +82,24 @@ def _set_limit(item: pytest.Item) -> float:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    faulthandler.dump_traceback_later(_STOP * _set_limit(item) + 1, exit=True, file=item.config.stash[_stderr])
+    item.stash[_stops_at] = time.monotonic() + _STOP * _set_limit(item) + 1
+    _stop_later(item)
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
+    # pytest itself cancels at a failure; the fixtures' ends are still to come.
+    if isinstance(node, pytest.Item):
+        _stop_later(node)
+
+
+def _stop_later(item: pytest.Item) -> None:
+    left_s = max(item.stash[_stops_at] - time.monotonic(), 0.001)
+    faulthandler.dump_traceback_later(left_s, exit=True, file=item.config.stash[_stderr])
 
 
 @pytest.hookimpl(wrapper=True)

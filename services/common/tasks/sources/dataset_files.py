@@ -38,7 +38,13 @@ def load_directory(key: str, directory: Path, split: str, config: DataConfig) ->
         return _saved(key, directory, split)
     files = {split.partition("[")[0]: list(config.files)} if config.files else None
     return _built(
-        key, str(directory), split=split, cache_dir=config.cache_dir, name=config.subset or None, data_files=files
+        key,
+        str(directory),
+        split=split,
+        cache_dir=config.cache_dir,
+        texts=(config.prompt, config.answer),
+        name=config.subset or None,
+        data_files=files,
     )
 
 
@@ -93,11 +99,15 @@ def library() -> Any:
     return datasets
 
 
-def _built(key: str, path: str, *, split: str, cache_dir: str, **options: Any) -> ArrowRows:
+def _built(key: str, path: str, *, split: str, cache_dir: str, texts: Sequence[str] = (), **options: Any) -> ArrowRows:
     datasets = library()
     root = Path(cache_dir) / "datasets" if cache_dir else Path(datasets.config.HF_DATASETS_CACHE)
     try:
-        listed = datasets.load_dataset_builder(path, cache_dir=str(root), **options).config.data_files or {}
+        config = datasets.load_dataset_builder(path, cache_dir=str(root), **options).config
+        listed = config.data_files or {}
+        if hasattr(config, "converters") and config.features is None:
+            # Of CSV. The library would read 003 as 3, and NA as null.
+            options |= {"converters": dict.fromkeys(texts, str), "keep_default_na": False, "na_values": [""]}
         digests = {Path(file): file_digest(Path(file)) for name in sorted(listed, key=str) for file in listed[name]}
         # The library knows a file by its path and time, which another content may have too.
         place = root / blake3.blake3(b"".join(digests.values())).hexdigest()[:32]

@@ -86,6 +86,16 @@ def test_an_answer_that_is_a_class_is_its_name(place):
         assert {prompt.text: prompt.answer for prompt in prompts} == {"a": "A", "b": "D", "d": "B", "f": "A"}
 
 
+def test_prompts_and_answers_of_csv_are_text_as_written(place):
+    (place.path / "set").mkdir()
+    (place.path / "set" / "train.csv").write_text("prompt,answer,level\na,007,1\nb,NA,2\nc,,2\n05,1.50,2\n")
+
+    task = place.build(f"hf:{place.path}/set[train]", evaluation_size=1, data={"at_most": {"level": 2}})
+
+    prompts = [*map(task.prompt, range(task.num_prompts)), task.evaluation_prompt(0)]
+    assert {prompt.text: prompt.answer for prompt in prompts} == {"a": "007", "b": "NA", "05": "1.50"}
+
+
 def test_a_saved_set_is_read_without_a_trace_and_without_traces_of_others(place):
     saved = place.path / "saved"
     Dataset.from_list(sums(range(10))).select([7, 3, 5, 1]).save_to_disk(str(saved))

@@ -34,10 +34,12 @@ def test_a_death_that_is_told_twice_is_still_told_to_who_collects():
     assert engine.collect() == []
 
 
-def test_an_answer_without_tokens_ends_the_wait_of_who_collects():
+@pytest.mark.parametrize(("tokens", "finish_reason"), [([], "length"), ([1], "abort"), ([1], "error")])
+def test_an_answer_that_is_no_completion_ends_the_wait_of_who_collects(tokens, finish_reason):
     engine = engine_with(num_open=2)
     engine._ends = (2,)
-    output = SimpleNamespace(token_ids=[], logprobs=[], weight_versions=[])
+    logprobs = [{token: SimpleNamespace(logprob=-1.0)} for token in tokens]
+    output = SimpleNamespace(token_ids=tokens, logprobs=logprobs, weight_versions=[], finish_reason=finish_reason)
 
     engine._take(0, 5, 0, SimpleNamespace(outputs=[output]))
 

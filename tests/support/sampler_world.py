@@ -70,6 +70,12 @@ class SilentEngine:
         self._is_lost = False
         self._changed = threading.Condition()
 
+    @property
+    def num_waiting(self) -> int:
+        """Threads that wait for the test; one that may go on is busy, though it has not noticed yet."""
+        is_held = self.is_held and (self.is_paced or not self.proceed.is_set())
+        return is_held + (self.is_loading and not self.may_load.is_set())
+
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
         if self.score_failures:
             self.version = -1
@@ -328,8 +334,7 @@ class World:
             # What an operation on the store answers is on its way when one submitted after it has answered.
             await self.core.database.run(lambda _: None)
             await asyncio.sleep(0)
-            num_held = 0 if self.running is None else self.engine.is_held + self.engine.is_loading
-            if self.threads.num_busy <= num_held:
+            if self.threads.num_busy <= (0 if self.running is None else self.engine.num_waiting):
                 break
         if self.running is not None and self.engine.is_paced and self.engine.is_held:
             self.engine.pace.release()

@@ -16,6 +16,7 @@ from heterorl.common.types.rollout import PushOutcome, PushStatus, WorkAssignmen
 from heterorl.common.types.run import Command
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.trust_record import RunReplaced
+from tests.support.limits import WAIT_S
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
 
@@ -469,7 +470,7 @@ async def test_full_disk_does_not_hold_a_stop(world, caplog):
 
 async def test_a_stop_calls_no_group_lost_that_a_slow_disk_still_writes(world, caplog):
     may_score, begun, may_write, written = (threading.Event() for _ in range(4))
-    world.held += [may_score, may_write]
+    world.held += [may_score, begun, may_write, written]
     score, world.task.num_workers = world.task.score, 1
     world.task.score = lambda *given: may_score.wait() and score(*given)
     await generating(world)
@@ -488,10 +489,10 @@ async def test_a_stop_calls_no_group_lost_that_a_slow_disk_still_writes(world, c
     world.stop.set()
     await world.passed(1.0)
     may_score.set()
-    await asyncio.to_thread(begun.wait)
+    assert await asyncio.to_thread(begun.wait, WAIT_S)
     await world.until(lambda: world.is_ended)
     may_write.set()
-    await asyncio.to_thread(written.wait)
+    assert await asyncio.to_thread(written.wait, WAIT_S)
 
     assert world.spooled() > 0
     assert "are lost" not in caplog.text

@@ -13,6 +13,7 @@ from heterorl.common.types.sample import rollout_json
 from heterorl.view import export_source as export
 from heterorl.view.export_source import ExportedSamples, read_export
 from heterorl.view.sample_index import SampleIndex
+from tests.support.limits import WAIT_S
 from tests.support.samples import make_sample, make_turns
 
 ROW = rollout_json(make_sample(1), 0, with_tokens=True)
@@ -175,7 +176,7 @@ async def test_a_fault_in_the_middle_is_said_beside_what_was_read(tmp_path, monk
     source = ExportedSamples(path, index)
 
     source.start()
-    await asyncio.to_thread(source._thread.join)
+    await asyncio.to_thread(source._thread.join, WAIT_S)
 
     assert source.progress.is_done
     assert "row 10: reward_parts: " in source.progress.problem

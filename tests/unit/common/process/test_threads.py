@@ -60,12 +60,12 @@ async def test_file_that_a_thread_opens_for_a_caller_that_has_gone_is_closed(tmp
 
     def open_():
         begun.set()
-        proceed.wait()
+        proceed.wait(WAIT_S)
         opened.append((tmp_path / "file").open("wb"))
         return opened[0]
 
     task = asyncio.create_task(opened_in_thread(open_))
-    await asyncio.to_thread(begun.wait)
+    assert await asyncio.to_thread(begun.wait, WAIT_S)
     task.cancel()
     await asyncio.sleep(0)
     proceed.set()

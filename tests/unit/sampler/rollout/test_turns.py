@@ -18,6 +18,7 @@ from heterorl.sampler.rollout.episode_runner import EpisodeRunner
 from heterorl.sampler.rollout.in_flight_groups import GroupDraft
 from tests.support.clock import ManualClock
 from tests.support.games import SIZE, TURNS, Games, collected
+from tests.support.limits import WAIT_S
 from tests.support.run import CONTRACT
 
 ONE_TURN = dataclasses.replace(CONTRACT, min_members=SIZE // 2, end_token_ids=(1,))
@@ -342,7 +343,7 @@ async def test_episode_whose_end_waits_for_a_thread_gives_its_place_back_after_t
         spans=(Span(version=0, start=0, end=2),),
     )  # fmt: skip
     playing = asyncio.ensure_future(runner.play(draft, 0, turn))
-    await asyncio.to_thread(is_begun.wait)
+    assert await asyncio.to_thread(is_begun.wait, WAIT_S)
     playing.cancel()
     await asyncio.wait([playing])
 
@@ -370,7 +371,7 @@ async def test_episode_that_a_cancelled_member_opened_is_closed_beside_the_event
     opening.cancel()
     await asyncio.wait([opening])
 
-    await asyncio.to_thread(is_closed.wait)
+    assert await asyncio.to_thread(is_closed.wait, WAIT_S)
     assert closed_by[0] is not threading.main_thread()
     await runner._room.acquire()
     runner.close()

@@ -102,7 +102,7 @@ def num_threads(threads: int) -> int:
 def in_order(work: Callable[[ItemT], ResultT], items: Iterable[ItemT], *, threads: int) -> Iterator[ResultT]:
     """Results of `work` in order, from `threads` threads; 1: the caller's.
 
-    numpy, zstandard and xxhash release the GIL, so threads share the cores. Memory holds `threads` items and one
+    numpy, zstandard and blake3 release the GIL, so threads share the cores. Memory holds `threads` items and one
     result. The caller's thread reads `items`, at most threads + 1 ahead. The first error in the order of the items is
     raised, after running items have ended.
     """

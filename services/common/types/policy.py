@@ -73,7 +73,7 @@ class PayloadRef:
 class Manifest:
     """A version: digests of its weights and parent, and its payloads.
 
-    `chunk_digests` are xxh3-128 (16 bytes each) of every arena chunk after the step, in arena order; `state_root` =
+    `chunk_digests` are blake3 (16 bytes each) of every arena chunk after the step, in arena order; `state_root` =
     blake3(layout_id || chunk digests). `parent_digest` is the digest of the parent's manifest bytes, empty for the
     first version; its `parent_version` is -1. `chunk_elements` is the length of every chunk but the last of a width
     (half of it for elements of 4 bytes), 0 if not stated. `num_byte_elements` of the elements have one byte each.

@@ -16,7 +16,6 @@ from typing import Any, Literal
 import blake3
 import numpy as np
 import numpy.typing as npt
-import xxhash
 
 from heterorl.common.process.threads import in_order
 from heterorl.common.types.common import Digest
@@ -187,9 +186,12 @@ def zeros(chunk: Chunk) -> IntArray:
 
 
 def digest_integers(values: IntArray) -> bytes:
-    """xxh3-128 of an array's little-endian bytes, 16 bytes."""
+    """blake3 of an array's little-endian bytes, 16 bytes.
+
+    A learner signs weights by these: a digest against damage alone, such as xxh3, could be forged.
+    """
     little = np.ascontiguousarray(values).astype(values.dtype.newbyteorder("<"), copy=False)
-    return xxhash.xxh3_128_digest(little.view(np.uint8).data)
+    return blake3.blake3(little.view(np.uint8).data).digest(length=16)
 
 
 def state_root(layout_id: Digest, digests: Sequence[bytes]) -> Digest:
@@ -199,7 +201,7 @@ def state_root(layout_id: Digest, digests: Sequence[bytes]) -> Digest:
 
 def _layout_id(specs: Sequence[TensorSpec], offsets: dict[str, int], chunk_elements: int) -> Digest:
     # Length prefixes keep two different tables from spelling the same bytes.
-    hasher = blake3.blake3(b"heterorl layout 2")
+    hasher = blake3.blake3(b"heterorl layout 3")
     hasher.update(chunk_elements.to_bytes(8, "little"))
     for spec in specs:
         for text in (spec.name, spec.dtype, spec.alias_of):

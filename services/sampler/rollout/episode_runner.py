@@ -24,7 +24,7 @@ from heterorl.common.model.logprobs import turn_seed
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.tasks.environments.environment_task import cure_of
-from heterorl.common.tasks.environments.episodes import Episode
+from heterorl.common.tasks.environments.episodes import Episode, Episodes
 from heterorl.common.text.conversation import Conversation
 from heterorl.common.types.common import Int32Array
 from heterorl.common.types.rollout import GIVEN, FinishReason, RewardPart, Span, total_reward
@@ -109,14 +109,14 @@ class EpisodeRunner:
         self, *, max_live: int, max_new_tokens: int, max_trajectory_tokens: int, clock: Clock,
         note: Note = lambda *_: None,
     ) -> None:  # fmt: skip
-        """Run at most `max_live` episodes; call `note` after each turn.
+        """Run at most `max_live` episodes, and of an environment its own; call `note` after each turn.
 
         `max_new_tokens` bounds a turn, `max_trajectory_tokens` drawn and given tokens of a member.
         """
         self._note = note
         self._max_new_tokens, self._max_trajectory_tokens = max_new_tokens, max_trajectory_tokens
         self._clock = clock
-        self._room = asyncio.Semaphore(max_live)
+        self._rooms: dict[Episodes, asyncio.Semaphore] = {}
         self._threads = ThreadPoolExecutor(max_live, thread_name_prefix="episode")
         self._members: dict[tuple[int, int], _Member] = {}
         self._is_closed = False
@@ -229,7 +229,8 @@ class EpisodeRunner:
 
     async def _open(self, member: _Member, conversation: Conversation) -> Episode:
         since = self._clock.monotonic()
-        await self._room.acquire()
+        room = self._room(conversation)
+        await room.acquire()
         member.waited_s = self._clock.monotonic() - since
         if self._is_closed:
             raise ToolLost("the sampler ends")
@@ -241,12 +242,17 @@ class EpisodeRunner:
             opening.cancel()
             # A thread that began goes on, and the episode that it opens has no other owner. A callback would close one
             # that is open already in this thread, for seconds.
-            threading.Thread(target=self._close_opened, args=(opening, loop), daemon=True).start()
+            threading.Thread(target=self._close_opened, args=(opening, room, loop), daemon=True).start()
             raise
         except BaseException:
-            self._room.release()
+            room.release()
             raise
         return member.episode
+
+    def _room(self, conversation: Conversation) -> asyncio.Semaphore:
+        # Its own: a member would wait in a thread for a process of its environment, as a part of its time.
+        episodes = conversation.spec.episodes
+        return self._rooms.setdefault(episodes, asyncio.Semaphore(episodes.max_live))
 
     def _lost(self, draft: GroupDraft, number: int, error: Exception) -> End:
         reason = FinishReason.ENVIRONMENT_FAILED
@@ -280,21 +286,24 @@ class EpisodeRunner:
     def _forget(self, key: int, number: int) -> None:
         member = self._members.pop((key, number), None)
         if member is not None and member.episode is not None and not self._is_closed:
-            loop, episode = asyncio.get_running_loop(), member.episode
-            closing = self._threads.submit(episode.close)
-            closing.add_done_callback(lambda _: self._release(loop))
+            conversation = member.draft.conversation
+            assert conversation is not None, "it has an episode"
+            loop, room = asyncio.get_running_loop(), self._room(conversation)
+            closing = self._threads.submit(member.episode.close)
+            closing.add_done_callback(lambda _: _release(room, loop))
 
-    def _close_opened(self, opened: Future[Episode], loop: asyncio.AbstractEventLoop) -> None:
+    def _close_opened(self, opened: Future[Episode], room: asyncio.Semaphore, loop: asyncio.AbstractEventLoop) -> None:
         with suppress(BaseException):
             opened.result().close()
-        self._release(loop)
-
-    def _release(self, loop: asyncio.AbstractEventLoop) -> None:
-        # The loop may have ended with the process.
-        with suppress(RuntimeError):
-            loop.call_soon_threadsafe(self._room.release)
+        _release(room, loop)
 
     async def _call(self, function: Callable[..., Any]) -> Any:
         if self._is_closed:
             raise ToolLost("the sampler ends")
         return await asyncio.get_running_loop().run_in_executor(self._threads, function)
+
+
+def _release(room: asyncio.Semaphore, loop: asyncio.AbstractEventLoop) -> None:
+    # The loop may have ended with the process.
+    with suppress(RuntimeError):
+        loop.call_soon_threadsafe(room.release)

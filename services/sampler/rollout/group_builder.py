@@ -77,7 +77,6 @@ class GroupBuilder:
         self, work: Sequence[WorkAssignment], *, version: int, state_root: Digest
     ) -> tuple[list[GroupDraft], list[Refused]]:
         """Drafts begun with the loaded version, and the refused assignments."""
-        now = self.clock.monotonic()
         drafts: list[GroupDraft] = []
         refused: list[Refused] = []
         for assignment in work:
@@ -86,12 +85,16 @@ class GroupBuilder:
                 check_answer(self.task, prompt)
                 draft = self.draft(
                     prompt, self.conversations, assignment, seed=self._seed(assignment, state_root), version=version,
-                    begun_at=now, is_seeded=self.is_seeded, source=source_of(self.task, prompt.index),
+                    begun_at=0.0, is_seeded=self.is_seeded, source=source_of(self.task, prompt.index),
                 )  # fmt: skip
             except PromptRefused as error:
                 refused.append((assignment, error))
             else:
                 drafts.append(draft)
+        # A prompt may begin an episode, for seconds: no time of the others' episodes.
+        begun_at = self.clock.monotonic()
+        for draft in drafts:
+            draft.begun_at = begun_at
         return drafts, refused
 
     def draft(

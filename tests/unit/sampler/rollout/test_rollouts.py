@@ -21,6 +21,7 @@ from heterorl.common.types.rollout import FinishReason, RewardPart, WorkAssignme
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.rollout.completion_collector import WorkLog
 from heterorl.sampler.rollout.group_builder import GroupBuilder
+from tests.support.clock import ManualClock
 from tests.support.sampler_world import World
 
 ROOT = Digest("ab" * 32)
@@ -75,6 +76,21 @@ def maker_of(parts):
 
 def work(*indices):
     return [WorkAssignment(id=100 + index, prompt_index=index, seed=1000 + index, lease_s=60.0) for index in indices]
+
+
+def test_time_of_a_group_begins_behind_the_prompts_that_begin_with_it(parts):
+    """A prompt of an environment begins an episode, which takes seconds."""
+    clock = ManualClock()
+
+    class Slow(LengthTask):
+        def prompt(self, index):
+            clock.advance(4.0)
+            return super().prompt(index)
+
+    builder = dataclasses.replace(maker_of(parts), task=Slow(), clock=clock)
+    drafts, _ = builder.begin(work(0, 1, 2), version=5, state_root=ROOT)
+
+    assert [draft.begun_at for draft in drafts] == [clock.monotonic()] * 3
 
 
 def made(parts, builder, assignments):

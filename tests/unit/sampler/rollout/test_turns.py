@@ -214,10 +214,12 @@ async def test_no_more_episodes_live_than_there_is_room_for(play, monkeypatch):
     assert max(most) <= 2
 
 
-async def test_wait_for_a_place_is_no_time_of_an_episode(play, monkeypatch):
+@pytest.mark.parametrize("others", [0, 64], ids=["alone", "mixture"])
+async def test_wait_for_a_place_is_no_time_of_an_episode(play, monkeypatch, others):
     games = Games(length=2, trajectory_s=100.0)
     games.go.clear()
-    world = await play(games, max_live=1)
+    world = await play(SimpleNamespace(of=games.of, at=games.at, go=games.go), max_live=1 + others)
+    games.max_live = 1
     await world.until(lambda: games.opened)
     await world.passed(150.0)
     games.go.set()
@@ -332,6 +334,7 @@ async def test_episode_whose_end_waits_for_a_thread_gives_its_place_back_after_t
 
     games.step = step
     games.go.clear()
+    games.max_live = 1
     runner = EpisodeRunner(max_live=1, max_new_tokens=4, max_trajectory_tokens=60, clock=ManualClock())
     prompt = np.array([2, 3], np.int32)
     draft = GroupDraft(
@@ -364,7 +367,9 @@ async def test_episode_that_a_cancelled_member_opened_is_closed_beside_the_event
             is_closed.set()
 
     runner = EpisodeRunner(max_live=1, max_new_tokens=4, max_trajectory_tokens=60, clock=ManualClock())
-    opening = asyncio.ensure_future(runner._open(SimpleNamespace(), SimpleNamespace(spec=SimpleNamespace(open=Opened))))
+    spec = SimpleNamespace(open=Opened, episodes=Games())
+    spec.episodes.max_live = 1
+    opening = asyncio.ensure_future(runner._open(SimpleNamespace(), SimpleNamespace(spec=spec)))
     await asyncio.sleep(0)
     # The pool's only thread has opened it; this loop has not heard of it.
     runner._threads.submit(int).result()
@@ -373,5 +378,5 @@ async def test_episode_that_a_cancelled_member_opened_is_closed_beside_the_event
 
     assert await asyncio.to_thread(is_closed.wait, WAIT_S)
     assert closed_by[0] is not threading.main_thread()
-    await runner._room.acquire()
+    await runner._rooms[spec.episodes].acquire()
     runner.close()

@@ -219,7 +219,8 @@ class DataConfig(Config):
     at_most: dict[str, float] = Field(default_factory=dict)
     """Rows to keep, by column: largest number."""
     max_prompt_tokens: int = Field(default=0, ge=0)
-    """Longest prompt with its template; longer ones are dropped and logged. 0: no bound."""
+    """Longest prompt with its template, tools and an environment's messages not counted; longer ones are dropped and
+    logged. 0: no bound."""
     cache_dir: str = ""
     """hf, parquet: directory of downloads and Arrow files; empty: HF_HOME's."""
 

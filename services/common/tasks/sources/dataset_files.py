@@ -116,11 +116,10 @@ def _built(key: str, path: str, *, split: str, cache_dir: str, texts: Sequence[s
         builder.download_and_prepare()
         rows = builder.as_dataset(split=split)
     except (OSError, ValueError, KeyError, datasets.exceptions.DatasetsError) as error:
-        raise ConfigError(
-            key,
-            f"cannot read split {split} of {path}: {_words(error)}",
-            action="check name, split and revision, and that the files are complete",
-        ) from error
+        action = "check name, split and revision, and that the files are complete"
+        if "datasets dtype" in str(error):
+            action = "leave that column out, or write it as text"
+        raise ConfigError(key, f"cannot read split {split} of {path}: {_words(error)}", action=action) from error
     wanted = {part.strip().partition("[")[0] for part in split.split("+")}
     sources = [digests[Path(file)] for name in sorted(listed, key=str) if str(name) in wanted for file in listed[name]]
     if not sources:

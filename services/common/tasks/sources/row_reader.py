@@ -117,7 +117,7 @@ class RowReader:
             raise RowProblem(problem, key="task.data.prompt", action="name the column of the prompt")
         if asked is None or not asked.strip():
             raise RowProblem(f"{name} is empty")
-        columns = _Others(row, without=name)
+        columns = _Others(row, without=name if name in (PROMPT, MESSAGES) else "")
         return Prompt(index=index, text=asked, answer=self._answer(row), messages=messages, columns=columns)
 
     def _answer(self, row: Row) -> str:
@@ -210,7 +210,7 @@ def _messages_of(entries: list[Any]) -> tuple[Message, ...]:
 
 
 class _Others(Mapping[str, Any]):
-    """Cells of a row except the prompt, as JSON holds them."""
+    """Cells of a row as JSON holds them; a prompt under that name has its own place."""
 
     __slots__ = ("_row", "_without")
 

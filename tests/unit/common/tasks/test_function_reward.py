@@ -534,6 +534,22 @@ def test_a_reward_is_given_what_its_signature_asks_for(tmp_path, reward, parts):
         task.close()
 
 
+def test_a_reward_is_given_the_column_of_the_prompt_by_its_name(tmp_path):
+    write(tmp_path, "named.py", "def score(completion, question, **others):\n    return float(question == 'q1')\n")
+    rows = [{"question": f"q{number}", "answer": "1"} for number in range(3)]
+    path = write(tmp_path, "rows.jsonl", "".join(json.dumps(row) + "\n" for row in rows))
+    data = {"prompt": "question"}
+    task = build_task(
+        TaskConfig(name=f"jsonl:{path}", evaluation_size=1, reward="named:score", reward_path=str(tmp_path), data=data)
+    )
+    try:
+        prompts = [*map(task.prompt, range(task.num_prompts)), task.evaluation_prompt(0)]
+        found = {prompt.text: task.score(prompt, "x")[0].value for prompt in prompts}
+    finally:
+        task.close()
+    assert found == {"q0": 0.0, "q1": 1.0, "q2": 0.0}
+
+
 def test_messages_reach_a_reward_of_trl_as_messages(tmp_path):
     said = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "q1"}]
     rows = [{"prompt": [*said[:1], {"role": "user", "content": f"q{n}"}]} for n in range(3)]

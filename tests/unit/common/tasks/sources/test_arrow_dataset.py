@@ -421,6 +421,12 @@ def test_parquet_files_that_do_not_fit_are_named(place):
         place.build(f"{directory}/empty.parquet")
     with pytest.raises(ConfigError, match=f"cannot read {place.path} as Parquet"):
         place.build(directory)
+    pq.write_table(
+        pa.table({"prompt": ["x"], "at": pa.array([[("k", 1)]], pa.map_(pa.string(), pa.int64()))}),
+        place.path / "map.parquet",
+    )
+    with pytest.raises(ConfigError, match=r"map<string, int64.*leave that column out"):
+        place.build(f"{directory}/map.parquet")
     # The library's words are kept over its lines.
     with pytest.raises(ConfigError, match="cannot read split train of parquet: .*x"):
         place.build(f"{directory}/[at]*.parquet")

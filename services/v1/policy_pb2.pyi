@@ -167,7 +167,7 @@ class Manifest(google.protobuf.message.Message):
     """Elements of one byte each."""
     @property
     def chunk_digests(self) -> google.protobuf.internal.containers.RepeatedScalarFieldContainer[builtins.bytes]:
-        """xxh3-128 of every chunk of the state, 16 bytes each, in arena order."""
+        """blake3 of every chunk of the state, 16 bytes each, in arena order."""
 
     @property
     def payloads(self) -> google.protobuf.internal.containers.RepeatedCompositeFieldContainer[Global___PayloadRef]:

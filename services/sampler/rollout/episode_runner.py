@@ -109,7 +109,7 @@ class EpisodeRunner:
         self, *, max_live: int, max_new_tokens: int, max_trajectory_tokens: int, clock: Clock,
         note: Note = lambda *_: None,
     ) -> None:  # fmt: skip
-        """Run at most `max_live` episodes, and of an environment its own; call `note` after each turn.
+        """Run at most `max_live` episodes; call `note` after each turn.
 
         `max_new_tokens` bounds a turn, `max_trajectory_tokens` drawn and given tokens of a member.
         """

@@ -347,7 +347,10 @@ def chosen(tokens: Int32Array, entries: Sequence[Any]) -> Float32Array:
 
 
 def completion(output: Any, *, end_token_ids: Sequence[int]) -> Completion:
-    """The Completion of a CompletionOutput of vLLM; raises ValueError if vLLM gave it up."""
+    """The Completion of a CompletionOutput of vLLM.
+
+    Raises ValueError: vLLM gave it up.
+    """
     if output.finish_reason not in ("stop", "length"):
         raise ValueError(f"it ended by {output.finish_reason}")
     tokens = np.array(output.token_ids, np.int32)

@@ -210,7 +210,7 @@ def _messages_of(entries: list[Any]) -> tuple[Message, ...]:
 
 
 class _Others(Mapping[str, Any]):
-    """Cells of a row as JSON holds them; a prompt under that name has its own place."""
+    """Cells of a row, except one, as JSON holds them."""
 
     __slots__ = ("_row", "_without")
 

@@ -148,20 +148,24 @@ class Payloads:
         api = self._api
         num_bytes = self._known[digest].num_bytes if digest in self._known else -1
         is_whole = offset == 0 and stop in (None, num_bytes)
-        with self._fetcher.sharing_cap():
-            if isinstance(api, WeightCalls) and not is_whole:
-                # A range from the bucket cannot be verified here.
-                async for frame in api.read_from_peer(digest=digest, offset=offset, stop=stop):
+        try:
+            with self._fetcher.sharing_cap():
+                if isinstance(api, WeightCalls) and not is_whole:
+                    # A range from the bucket cannot be verified here.
+                    async for frame in api.read_from_peer(digest=digest, offset=offset, stop=stop):
+                        yield frame
+                    return
+                running = RunningDigest()
+                async for frame in api.read_payload(digest=digest, offset=offset, stop=stop):
+                    running.update(frame)
+                    offset += len(frame)
+                    # Before the last frame leaves: after it the caller may ask no more.
+                    if isinstance(api, WeightCalls) and offset == num_bytes and running.digest() != digest:
+                        api.distrust_address(digest)
                     yield frame
-                return
-            running = RunningDigest()
-            async for frame in api.read_payload(digest=digest, offset=offset, stop=stop):
-                running.update(frame)
-                offset += len(frame)
-                # Before the last frame leaves: after it the caller may ask no more.
-                if isinstance(api, WeightCalls) and offset == num_bytes and running.digest() != digest:
-                    api.distrust_address(digest)
-                yield frame
+        except UnknownPayload:
+            self._on_gone()
+            raise
 
     def _begin(self, ref: PayloadRef) -> Arrival:
         # A task of its own: the first caller may leave first.

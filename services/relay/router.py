@@ -189,7 +189,8 @@ class Router(grpc.GenericRpcHandler):
                     async for message in self._answer(method, node, context):
                         yield message
                 code = "OK"
-            except asyncio.CancelledError:
+            except (asyncio.CancelledError, GeneratorExit):
+                # The latter if the call ends while a message is sent.
                 code = grpc.StatusCode.CANCELLED.name
                 raise
             except grpc.aio.AioRpcError as error:

@@ -16,7 +16,7 @@ from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.offline.history import STORE_FILE
 from heterorl.coordinator.payloads import garbage_collector
 from heterorl.coordinator.payloads.payload_index import DamagedPayload
-from heterorl.coordinator.store import blobs
+from heterorl.coordinator.store import blobs, bucket_storage
 from heterorl.coordinator.store import bucket_cache as bucket_copies
 from heterorl.coordinator.store.bucket_storage import Objects
 from heterorl.coordinator.store.payload_storage import Repair
@@ -428,10 +428,17 @@ async def test_proof_that_saw_a_copy_before_it_was_replaced_is_made_again(opened
         assert (await core.get_status()).snapshot_version == 0
 
 
-@pytest.mark.parametrize("end", ["erase", "set_aside"])
-async def test_payload_that_is_in_the_bucket_no_longer_is_forgotten(opened, tmp_path, end):
+@pytest.mark.parametrize(
+    ("end", "moved_bytes", "num_kept"), [("erase", 0, 0), ("set_aside", 64 * MIB, 1), ("set_aside", MIB, 0)]
+)
+async def test_payload_that_is_in_the_bucket_no_longer_is_forgotten(
+    bucket, prefix, opened, tmp_path, monkeypatch, end, moved_bytes, num_kept
+):
+    monkeypatch.setattr(bucket_storage, "MOVED_BYTES", moved_bytes)
     async with opened() as core:
         await begun(core, tmp_path, versions=2)
         gone, kept = sorted(core.context.storage.digests())
         await getattr(core.context.storage, end)(gone)
         assert [*core.context.cache._order] == [kept]
+    # An object above what S3 copies is deleted.
+    assert [name for name in bucket.names(prefix) if gone in name] == [f"damaged/{gone}"] * num_kept

@@ -107,7 +107,11 @@ async def test_restored_copy_without_a_bucket_has_its_payloads_in_files(config, 
     run = await begun(live, tmp_path / "run", versions=2)
     await live.backups.make("one")
     await live.close()
-    restore(tmp_path / "live/backups/one", run_id="run", data_dir=tmp_path / "new", url="", now=NOW)
+    # Files of its own directory are copies of some payloads.
+    with pytest.raises(OperatorError, match=f"the payloads of {tmp_path / 'live'} are in a bucket.*make a backup"):
+        restore(tmp_path / "live", run_id="run", data_dir=tmp_path / "new", url="", now=NOW)
+    found = restore(tmp_path / "live/backups/one", run_id="run", data_dir=tmp_path / "new", url="", now=NOW)
+    assert (found.num_payloads, found.missing) == (2, ())
     core = await Coordinator.open(config("new", where=""), SystemClock())
     assert (await pulled(core, run, tmp_path / "spool")).state_root == run.roots[1]
     await core.close()

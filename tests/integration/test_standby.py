@@ -319,6 +319,16 @@ async def test_server_that_dies_while_the_store_is_taken_is_waited_for(url, serv
     engine.close()
 
 
+def test_session_has_no_time_limit_of_its_server(url):
+    with psycopg.connect(url) as operator:
+        # All that this version has.
+        found = operator.execute("SELECT name FROM pg_settings WHERE name ~ '_timeout$' AND category ~ '^Client'")
+        limits = [name for (name,) in found]
+    assert {"statement_timeout", "lock_timeout", "idle_session_timeout"} < {*limits}
+    with connect(url + "".join(f"%20-c{name}%3D1h" for name in limits)) as raw:
+        assert {raw.execute(f"SHOW {name}").fetchone() for name in limits} == {("0",)}
+
+
 async def test_server_that_is_read_only_for_a_while_is_waited_for_and_has_lost_nothing(url, caplog):
     async def write_until_refused():
         # The server's sessions hear of a setting a moment after it was made.

@@ -86,7 +86,8 @@ class UrlClient:
             return False
         try:
             parts = urlsplit(url)
-            if parts.scheme not in self._schemes or not parts.hostname:
+            # Reading an impossible port raises ValueError.
+            if parts.scheme not in self._schemes or not parts.hostname or parts.port == 0:
                 return False
             return self._is_named(parts.hostname) and (self._takes_own or not _is_own(parts.hostname))
         except ValueError:
@@ -135,6 +136,8 @@ BRISK_BYTES, BRISK_S = 1 << 20, 50.0
 PAUSE_S = 600.0
 """Pause of reads after a bucket was slow."""
 _PARTIAL = 206
+_OF_ADDRESS = (ValueError, OverflowError)
+"""Errors of hosts and ports that no name or socket can have; of a port they come in a group."""
 
 
 class Slow(Unreachable):
@@ -208,7 +211,9 @@ class PresignedReads:
                             raise Unreachable("the bucket of the payloads sends more than was asked for")
                         num_left -= len(frame)
                         yield frame
-        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError) as error:
+        except (httpx2.HTTPError, httpx2.InvalidURL, httpx2.StreamError, *_OF_ADDRESS, ExceptionGroup) as error:
+            if isinstance(error, ExceptionGroup) and error.split(_OF_ADDRESS)[1] is not None:
+                raise
             # Its text may hold the URL.
             kind = Slow if isinstance(error, httpx2.TimeoutException) else Unreachable
             raise kind(f"the bucket of the payloads does not answer ({type(error).__name__})") from None

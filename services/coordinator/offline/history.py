@@ -87,13 +87,18 @@ def read_histories(directory: Path) -> Iterator[tuple[History, ...]]:
     """Open a data directory's histories: the trained weights first, then each variant.
     Raises as `open_store`; OperatorError: the payloads are in a bucket."""
     with open_store(directory) as connection:
-        if get_meta(connection, OWNER) is not None:
-            raise OperatorError(f"the payloads of {directory} are in a bucket", action=_BACKUP)
+        require_files(connection, directory)
         # A coordinator's start skips the history of a large store.
         if connection.execute("PRAGMA quick_check(1)").fetchone()[0] != "ok":
             raise CorruptStore(f"{directory / STORE_FILE} fails SQLite's check")
         rows = connection.execute("SELECT DISTINCT variant FROM variant_versions ORDER BY variant").fetchall()
         yield tuple(_read(connection, directory, variant) for variant in ("", *(str(row[0]) for row in rows)))
+
+
+def require_files(connection: sqlite3.Connection, directory: Path) -> None:
+    """Raises OperatorError: the payloads are in a bucket."""
+    if get_meta(connection, OWNER) is not None:
+        raise OperatorError(f"the payloads of {directory} are in a bucket", action=_BACKUP)
 
 
 @contextmanager

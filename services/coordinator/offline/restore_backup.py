@@ -24,7 +24,7 @@ from heterorl.common.process.files import NO_ROOM, make_directory, replacing, sy
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, stated_version
 from heterorl.common.weights.payload import file_digest
-from heterorl.coordinator.offline.history import STORE_FILE, open_store
+from heterorl.coordinator.offline.history import STORE_FILE, open_store, require_files
 from heterorl.coordinator.sites import audit
 from heterorl.coordinator.sites.audit import AuditKind
 from heterorl.coordinator.store.database import get_meta, set_meta
@@ -61,10 +61,10 @@ def restore(
 ) -> Restored:
     """Make the data directory, and the tables if `url` names a database.
 
-    `source` is a backup or a stopped coordinator's data directory with a store in SQLite; it is not changed.
+    `source` is a backup, or a stopped coordinator's data directory with store and payloads in files; it is not changed.
     `data_dir` must be empty or missing. `now` is in seconds since the epoch.
-    Raises ConfigError: another run, or the new place is taken; OperatorError: there is no store, it is in use, or
-    PostgreSQL refuses; CorruptStore: the store fails its check, or has another schema.
+    Raises ConfigError: another run, or the new place is taken; OperatorError: there is no store, it is in use, the
+    payloads are in a bucket, or PostgreSQL refuses; CorruptStore: the store fails its check, or has another schema.
     """
     partial = data_dir / _PARTIAL
     try:
@@ -98,6 +98,7 @@ def _restore(
         if own != run_id:
             action = "name a backup of this run, or set run_id"
             raise ConfigError("run_id", f"{source} is of run {own}, this coordinator serves {run_id}", action=action)
+        require_files(connection, source)
         _copy_store(connection, store, data_dir)
     store.chmod(0o600)
     with _target(url) as raw, contextlib.closing(connect_file(store)) as file:

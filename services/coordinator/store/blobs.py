@@ -80,6 +80,8 @@ class BlobStore:
         self._max_payload_bytes = max_payload_bytes
         self._locks = Locks()
         self._held: Counter[Digest] = Counter()
+        self._wrong: set[Digest] = set()
+        """Payloads whose wrong bytes could not be moved yet."""
         self._used = 0
         self.freed = Bell()
         """Rings when there may be more room."""
@@ -120,7 +122,7 @@ class BlobStore:
             return False
 
     def query(self, digest: Digest) -> int:
-        size = self.size(digest)
+        size = None if digest in self._wrong else self.size(digest)
         return self._partial_size(digest) if size is None else size
 
     async def append(self, *, digest: Digest, num_bytes: int, offset: int, frames: AsyncIterator[bytes]) -> int:
@@ -131,6 +133,7 @@ class BlobStore:
         if not 0 < num_bytes <= self._max_payload_bytes:
             raise QuotaExceeded(f"a payload of {num_bytes} bytes; the limit is {self._max_payload_bytes}")
         async with self._locks[digest]:
+            await self._free_name(digest)
             if self.size(digest) is not None:
                 await self._storage.keep(digest, self.path(digest))
                 return num_bytes
@@ -158,6 +161,7 @@ class BlobStore:
     async def _ensure(self, digest: Digest, num_bytes: int) -> bool:
         # Under the lock, so that a running deletion ends first.
         async with self._locks[digest]:
+            await self._free_name(digest)
             if self.size(digest) is None and self._partial_size(digest) == num_bytes:
                 with self._settled(digest, num_bytes):
                     await self._in_thread(self._complete, digest)
@@ -180,6 +184,7 @@ class BlobStore:
         """Move a durable file of this file system among the payloads.
         Raises StoreFull: the quota is reached; CorruptStore: the disk failed, the process must end."""
         async with self._locks[digest]:
+            await self._free_name(digest)
             if self.size(digest) is not None:
                 await asyncio.to_thread(path.unlink)
             else:
@@ -213,14 +218,23 @@ class BlobStore:
         return freed
 
     async def set_aside(self, digest: Digest) -> None:
+        """Move a payload's wrong bytes, now or before its next upload.
+        Raises Busy: they cannot be moved now."""
         async with self._locks[digest]:
-            await self._storage.set_aside(digest)
-            path, aside = self.path(digest), self._damaged / digest
-            if file_size(path) is not None:
-                async with self._locks[self._damaged.name]:
-                    await self._remove_files(aside)
-                    await self._in_thread(name_file, path, aside)
-                self.freed.ring()
+            self._wrong.add(digest)
+            await self._free_name(digest)
+
+    async def _free_name(self, digest: Digest) -> None:
+        if digest not in self._wrong:
+            return
+        await self._storage.set_aside(digest)
+        path, aside = self.path(digest), self._damaged / digest
+        if file_size(path) is not None:
+            async with self._locks[self._damaged.name]:
+                await self._remove_files(aside)
+                await self._in_thread(name_file, path, aside)
+            self.freed.ring()
+        self._wrong.discard(digest)
 
     async def drop_damaged(self, missing_bytes: int) -> int:
         """Delete damaged payloads, the longest unchanged first; returns the freed bytes."""

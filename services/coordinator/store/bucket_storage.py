@@ -41,6 +41,8 @@ PART_BYTES = 16 << 20
 """Bytes of a part of an upload; smaller files are put by one request."""
 PARTS_AT_ONCE = 4
 RANGE_BYTES = 16 << 20
+MOVED_BYTES = 5_000_000_000
+"""S3 copies no larger object by one request."""
 BLOCK_BYTES = 1 << 20
 REQUEST_S = 120.0
 """Limit of a request with a short answer; a part of an upload needs 140 kB/s."""
@@ -332,7 +334,8 @@ class BucketStorage(PayloadStorage):
 
     async def set_aside(self, digest: Digest) -> None:
         if digest in self.sizes:
-            await self.objects.set_aside(digest)
+            can_move = self.sizes[digest] <= MOVED_BYTES
+            await (self.objects.set_aside if can_move else self.objects.delete)(digest)
             self._forget(digest)
 
     def _forget(self, digest: Digest) -> int:

@@ -107,6 +107,27 @@ async def test_a_full_cache_on_a_disk_that_became_read_only_passes_new_payloads_
     cache.close()
 
 
+@pytest.mark.parametrize("max_bytes", [1, 1 << 30])
+async def test_plans_that_name_a_payload_that_is_gone_are_dropped_also_without_room_for_it(tmp_path, max_bytes):
+    class Upstream:
+        async def read_payload(self, **_asked):
+            raise UnknownPayload("is not stored")
+            yield b""
+
+    gone = []
+    cache = CacheDirectory(tmp_path, max_bytes=max_bytes)
+    payloads = Payloads(api=Upstream(), cache=cache, clock=SystemClock(), on_gone=lambda: gone.append(1))
+    ref = PayloadRef(kind=PayloadKind.SNAPSHOT, from_version=-1, to_version=0, digest=DIGEST, num_bytes=len(DATA))
+    payloads.note(SimpleNamespace(payloads=[ref]))
+
+    with pytest.raises(UnknownPayload):
+        await read(payloads)
+
+    assert gone == [1]
+    await payloads.close()
+    cache.close()
+
+
 async def test_only_the_event_loop_changes_the_index(tmp_path):
     """A thread that did would end a loop over it with an error."""
     threads = set()

@@ -110,11 +110,13 @@ _LINK: dict[str, Any] = {
 _SESSION = f"""
 SET tcp_keepalives_idle = 2; SET tcp_keepalives_interval = 1; SET tcp_keepalives_count = 3;
 SET tcp_user_timeout = {_DEAD_S * 1000};
-SET statement_timeout = 0; SET lock_timeout = 0; SET idle_in_transaction_session_timeout = 0;
-SET idle_session_timeout = 0; SET default_transaction_isolation = 'read committed';
+SELECT set_config(name, '0', false) FROM pg_settings WHERE name IN ('statement_timeout', 'lock_timeout',
+    'idle_in_transaction_session_timeout', 'idle_session_timeout', 'transaction_timeout');
+SET default_transaction_isolation = 'read committed';
 SET standard_conforming_strings = on; SET timezone = 'UTC'; SET jit = off;
 """
-"""The server notices a lost host in seconds, and frees the lock; no other limit ends the session."""
+"""The server notices a lost host in seconds, and frees the lock; no other limit ends the session.
+PostgreSQL has `transaction_timeout` from version 17 on."""
 _CHECK = f"SET client_connection_check_interval = {CHECK_MS}"
 """A running statement also notices a lost process, except a COMMIT that waits for a synchronous replica."""
 _KEY = "hashtextextended('heterorl ' || current_schema(), 0)"

@@ -98,6 +98,17 @@ async def test_answer_of_another_length_is_refused(content, words):
     await connections.close()
 
 
+@pytest.mark.parametrize("place", ["192.0.2.1:99999", "192.0.2.1:-1", "_xn--bcher-kva.example"])
+async def test_address_that_no_socket_can_have_is_one_that_fails(place):
+    connections, url = UrlClient("https"), f"https://{place}/p?signature"
+
+    assert connections.allows(url) == (":" not in place)
+    with pytest.raises(Unreachable, match="does not answer") as raised:
+        await read(reads.PresignedReads(connections, SystemClock()), url)
+    await connections.close()
+    assert "signature" not in str(raised.value)
+
+
 async def test_requests_carry_no_cookie_and_go_by_no_proxy_of_the_environment(monkeypatch):
     monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:1")
     monkeypatch.setenv("ALL_PROXY", "http://127.0.0.1:1")

@@ -467,6 +467,32 @@ async def test_damaged_payloads_count_and_the_oldest_go_where_room_is_missing(tm
     assert blobs.used_bytes == 110
 
 
+@pytest.mark.parametrize("way", ["append", "ensure", "adopt"])
+async def test_wrong_bytes_that_could_not_be_moved_leave_before_the_right_ones_come(tmp_path, monkeypatch, way):
+    blobs, digest = store(tmp_path), digest_of(b"data")
+    await append(blobs, b"data")
+    blobs.path(digest).write_bytes(b"atad")
+
+    def refused(*_args):
+        raise Busy("too many files", retry_after_s=1.0)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(blobs_module, "name_file", refused)
+        for call in (blobs.set_aside(digest), append(blobs, b"data")):
+            with pytest.raises(Busy):
+                await call
+    assert blobs.query(digest) == 0
+
+    if way == "append":
+        await append(blobs, b"data")
+    elif way == "adopt":
+        (tmp_path / "file").write_bytes(b"data")
+        await blobs.adopt(tmp_path / "file", digest=digest, num_bytes=4)
+    assert await blobs.ensure(digest=digest, num_bytes=4) == (way != "ensure")
+    assert way == "ensure" or await content(blobs, digest) == b"data"
+    assert (tmp_path / "damaged" / digest).read_bytes() == b"atad"
+
+
 async def test_readers_hear_of_room_that_a_payload_set_aside_can_give(tmp_path):
     blobs = store(tmp_path)
     await append(blobs, b"data")

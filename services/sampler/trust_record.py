@@ -23,9 +23,10 @@ import itertools
 import json
 import logging
 import os
-from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from heterorl.common.errors import CorruptStore, DiskFull, OperatorError, UnknownVersion, UnprovenDescent
@@ -82,8 +83,8 @@ class TrustRecord:
             sync_directory(path.parent)
 
     @property
-    def versions(self) -> Collection[int]:
-        return self._seen.keys()
+    def versions(self) -> Mapping[int, SeenVersion]:
+        return MappingProxyType(self._seen)
 
     def rewind(self, to_version: int) -> list[SeenVersion]:
         """Forget rows above a version by order of an operator; returns them.
@@ -183,18 +184,21 @@ def check_head(head_version: int, *, seen_version: int) -> None:
         raise RunReplaced(f"the head is version {head_version}, but version {seen_version} was seen before")
 
 
-async def check_descent(data: bytes, *, newest: SeenVersion | None, known: Mapping[int, bytes], fetch: Fetch) -> range:
-    """Check a new version's manifest against the newest one used.
+async def check_descent(
+    data: bytes, *, used: Mapping[int, SeenVersion], known: Mapping[int, bytes], fetch: Fetch
+) -> range:
+    """Check a new version's manifest against the ones used.
 
-    Returns the abandoned versions. `known` are manifests by version, trusted no more than fetched ones; `newest` None
-    accepts any first version.
+    Returns the abandoned versions. `known` are manifests by version, trusted no more than fetched ones; without a used
+    version any first one is accepted.
 
-    Raises RunReplaced: the version is older, of another run, or descends from a sibling of `newest`; UnprovenDescent:
-    the coordinator does not show the manifests between.
+    Raises RunReplaced: the version is older, of another run, or descends from a sibling of one that was used;
+    UnprovenDescent: the coordinator does not show the manifests between.
     """
     child = manifest_from_bytes(data)
-    if newest is None:
+    if not used:
         return NOTHING_ABANDONED
+    newest = used[max(used)]
     if child.run_id != newest.run_id:
         problem = f"version {child.version} is of run {child.run_id}, this site works for {newest.run_id}"
         raise RunReplaced(problem, action="name the coordinator of that run, or choose another state_dir")
@@ -207,12 +211,16 @@ async def check_descent(data: bytes, *, newest: SeenVersion | None, known: Mappi
     manifests = dict(known)
     while child.parent_version > newest.version:
         child = await _parent(child, manifests, oldest=newest.version + 1, fetch=fetch)
-    if child.parent_version == newest.version:
-        if child.parent_digest != newest.manifest_digest:
-            problem = f"version {child.version} does not descend from the version {newest.version}"
-            raise RunReplaced(f"{problem} that was used before")
-        return NOTHING_ABANDONED
-    return child.abandoned
+    abandoned = child.abandoned if child.parent_version < newest.version else NOTHING_ABANDONED
+    # Below an abandoned branch too: another version of a used number would be another history.
+    while (below := max((version for version in used if version <= child.parent_version), default=None)) is not None:
+        if child.parent_version == below:
+            if child.parent_digest != used[below].manifest_digest:
+                problem = f"version {child.version} does not descend from the version {below}"
+                raise RunReplaced(f"{problem} that was used before")
+            break
+        child = await _parent(child, manifests, oldest=below + 1, fetch=fetch)
+    return abandoned
 
 
 async def _parent(child: Manifest, manifests: dict[int, bytes], *, oldest: int, fetch: Fetch) -> Manifest:

@@ -186,7 +186,7 @@ class WeightSync:
         self._signed_by = self.trust.check(target, plan.signature, version=plan.target_version)
         abandoned = await check_descent(
             target,
-            newest=self.record.newest,
+            used=self.record.versions,
             known={manifest_from_bytes(data).version: data for data in plan.manifests},
             fetch=self.puller.chain.list,
         )

@@ -32,7 +32,11 @@ def used(data: bytes, number: int, *, run_id: str = "run") -> SeenVersion:
     return SeenVersion(version=number, state_root="", manifest_digest=digest, run_id=run_id, signed_by="unsigned")
 
 
-async def check(data, newest, manifests, *, known=None):
+def record(*versions):
+    return {seen.version: seen for seen in versions if seen is not None}
+
+
+async def check(data, newest, manifests, *, known=None, before=()):
     asked = []
 
     async def fetch(first, last):
@@ -41,7 +45,7 @@ async def check(data, newest, manifests, *, known=None):
             raise UnknownVersion(f"version {last}")
         return manifests[first : last + 1][::-1]
 
-    abandoned = await check_descent(data, newest=newest, known=known or {}, fetch=fetch)
+    abandoned = await check_descent(data, used=record(newest, *before), known=known or {}, fetch=fetch)
     return abandoned, asked
 
 
@@ -79,11 +83,11 @@ async def test_answers_that_hold_fewer_are_followed_by_further_questions(size):
         asked.append((first, last))
         return line[max(first, last - size + 1) : last + 1][::-1]
 
-    await check_descent(line[11], newest=used(line[2], 2), known={9: line[9]}, fetch=fetch)
+    await check_descent(line[11], used=record(used(line[2], 2)), known={9: line[9]}, fetch=fetch)
     assert asked[0] == (3, 10)
     assert len(asked) <= -(-8 // size)
     with pytest.raises(RunReplaced):
-        await check_descent(line[11], newest=used(chain(3, step=9)[2], 2), known={}, fetch=fetch)
+        await check_descent(line[11], used=record(used(chain(3, step=9)[2], 2)), known={}, fetch=fetch)
 
 
 @pytest.mark.parametrize("answer", ["nothing", "too much", "another order", "one left out"])
@@ -99,7 +103,7 @@ async def test_answer_that_is_not_what_was_asked_for_proves_nothing(answer):
         return {"nothing": [], "another order": good[::-1], "one left out": good[:1] + good[2:]}[answer]
 
     with pytest.raises(UnprovenDescent):
-        await check_descent(line[8], newest=newest, known={}, fetch=fetch)
+        await check_descent(line[8], used=record(newest), known={}, fetch=fetch)
 
 
 async def test_older_version_is_refused_though_genuine():
@@ -138,6 +142,18 @@ async def test_version_that_names_what_it_abandons_is_accepted():
         assert (await check(after, used(line[number], number), [*line, record]))[0] == range(3, 5)
     # Its parent itself is not abandoned.
     assert list((await check(record, used(line[2], 2), line))[0]) == []
+
+
+@pytest.mark.parametrize("before", [range(10), (3,)], ids=["each version used", "some skipped"])
+async def test_abandoned_branch_goes_back_to_the_version_that_was_used_and_to_no_other(before):
+    line, other = chain(11), chain(6, step=9)
+    earlier = [used(line[number], number) for number in before]
+    newest = used(line[10], 10)
+
+    for honest in (follow(line[5], 11, parent_number=5), follow(line[2], 11, parent_number=2)):
+        assert len((await check(honest, newest, line, before=earlier))[0]) > 0
+    with pytest.raises(RunReplaced, match="does not descend from the version [35]"):
+        await check(follow(other[5], 11, parent_number=5), newest, other, before=earlier)
 
 
 async def test_record_in_a_chain_that_was_not_vouched_for_does_not_count():

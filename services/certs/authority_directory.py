@@ -109,7 +109,9 @@ class Authority:
                 raise ConfigError("DIRECTORY", f"{target} holds no certificate of this authority", action=action)
             if self.is_revoked(identity.serial):
                 raise ConfigError("DIRECTORY", f"certificate {identity.serial:x} is revoked", action="issue a new one")
-            hosts = hosts or hosts_of((target / "node.crt").read_bytes())
+            # Not of the directory's file, which another could have written there under an issued serial number.
+            issued = self.path_of(identity.serial)
+            identity, hosts = self._read(issued), hosts or hosts_of(issued.read_bytes())
             node = (identity.run, identity.site, identity.role)
             pair = issue_node(self.pair(), node=node, hosts=hosts, now=now, lifetime=lifetime)
             self._hand_out(pair, target)

@@ -71,6 +71,7 @@ class Certificates:
         begin: datetime.timedelta = -DAY,
         end: datetime.timedelta = DAY,
         usage: x509.ObjectIdentifier = ExtendedKeyUsageOID.CLIENT_AUTH,
+        serial: int = 0,
     ) -> Pair:
         """Sign whatever is asked for."""
         issuer = x509.load_pem_x509_certificate(self.ca)
@@ -82,7 +83,7 @@ class Certificates:
             .subject_name(x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, "spiffe://run/site/eu-1/role/sampler")]))
             .issuer_name(issuer.subject)
             .public_key(key.public_key())
-            .serial_number(x509.random_serial_number())
+            .serial_number(serial or x509.random_serial_number())
             .not_valid_before(now() + begin)
             .not_valid_after(now() + end)
             .add_extension(x509.ExtendedKeyUsage([usage]), critical=False)

@@ -89,6 +89,19 @@ def test_renewed_certificate_has_the_names_that_are_said_and_the_list_tells_both
     assert "new.example" in hosts_of((node / "node.crt").read_bytes())
 
 
+def test_renewed_certificate_is_of_what_was_issued_and_not_of_what_the_directory_claims(tmp_path):
+    certificates = Certificates(tmp_path / "ca")
+    node = certificates.node("sampler", "a")
+    issued = read_identity((node / "node.crt").read_bytes())
+    forged = certificates.odd(uris=["spiffe://run/site/a/role/operator"], dns=["evil.example"], serial=issued.serial)
+    (node / "node.crt").write_bytes(forged.cert)
+
+    Authority(tmp_path / "ca").renew(node, now=now(), lifetime=DAY)
+
+    assert read_identity((node / "node.crt").read_bytes()).role is Role.SAMPLER
+    assert hosts_of((node / "node.crt").read_bytes()) == ()
+
+
 def test_certificate_says_what_the_node_is_and_no_more(tmp_path):
     certificates = Certificates(tmp_path / "ca")
     coordinator, sampler = (

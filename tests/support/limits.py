@@ -82,8 +82,9 @@ def _set_limit(item: pytest.Item) -> float:
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Any:
-    item.stash[_stops_at] = time.monotonic() + _STOP * _set_limit(item) + 1
-    _stop_later(item)
+    seconds = _STOP * _set_limit(item) + 1
+    item.stash[_stops_at] = time.monotonic() + seconds
+    _stop_in(seconds, item)
     try:
         return (yield)
     finally:
@@ -94,12 +95,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Any:
 def pytest_exception_interact(node: pytest.Item | pytest.Collector) -> None:
     # pytest itself cancels at a failure; the fixtures' ends are still to come.
     if isinstance(node, pytest.Item):
-        _stop_later(node)
+        _stop_in(max(node.stash[_stops_at] - time.monotonic(), 0.001), node)
 
 
-def _stop_later(item: pytest.Item) -> None:
-    left_s = max(item.stash[_stops_at] - time.monotonic(), 0.001)
-    faulthandler.dump_traceback_later(left_s, exit=True, file=item.config.stash[_stderr])
+def _stop_in(seconds: float, item: pytest.Item) -> None:
+    faulthandler.dump_traceback_later(seconds, exit=True, file=item.config.stash[_stderr])
 
 
 @pytest.hookimpl(wrapper=True)

@@ -356,7 +356,7 @@ def test_oldest_versions_of_the_page_are_those_of_the_extras():
     assert (
         f"torch {needs['learner', 'torch']} and transformers {needs['learner', 'transformers']} (sampler:"
         f" {needs['sampler', 'torch']} and {needs['sampler', 'transformers']}). vLLM is {needs['vllm', 'vllm']},"
-        f" DeepSpeed {needs['deepspeed', 'deepspeed']};"
+        f" DeepSpeed {needs['deepspeed', 'deepspeed']}."
     ) in page
     games = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
     assert f"(extra `verifiers`: version {needs['verifiers', 'verifiers']})" in games

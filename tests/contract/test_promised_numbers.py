@@ -400,7 +400,7 @@ def test_the_first_run_has_the_steps_and_questions_of_the_page():
     steps = tomllib.loads((files / "learner.toml").read_text())["max_steps"]
 
     assert f"has four configurations, {len((files / 'questions.jsonl').read_text().splitlines())} questions" in page
-    assert f"after the learner's `max_steps`, {steps} here" in page
+    assert f"After the learner's `max_steps`, {steps} here" in page
 
 
 def test_a_start_waits_for_the_lock_as_long_as_the_page_says():

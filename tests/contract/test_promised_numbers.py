@@ -1,5 +1,6 @@
 """Numbers that pages state of the product are those that it has: each fragment is written from the constant itself."""
 
+import collections
 import dataclasses
 import inspect
 import itertools
@@ -37,7 +38,7 @@ from heterorl.coordinator.store import database
 from heterorl.demo import demo_config
 from heterorl.launch import nodes
 from heterorl.learner.backends.ranks import rank_group
-from heterorl.learner.checks import reward_checks
+from heterorl.learner.checks import findings, reward_checks
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.loss import custom
 from heterorl.learner.loss.loss_spec import loss_spec_of, open_share
@@ -75,6 +76,23 @@ def first_dropped():
     return next(
         number for number, share in enumerate(shares) if quarantine.lost_problem(share, COORDINATOR.max_lost_share)
     )
+
+
+def groups_until(num_failures, *, cheated):
+    """Groups by which 95 % of sites failed so many checks, from the floor on; the share of their groups is wrong."""
+    config = findings.VerificationConfig(logprob_floor=0.05)
+    enough = 10 * config.full_groups
+    states, number = {(0, enough): 1.0}, 0
+    while sum(states.values()) > 0.05:
+        number += 1
+        following = collections.defaultdict(float)
+        for (failed, passed), odds in states.items():
+            checked = findings.checked_share(passed, config)
+            following[failed, passed] += odds * (1 - checked)
+            following[failed, min(passed + 1, enough)] += odds * checked * (1 - cheated)
+            following[failed + 1, 0] += odds * checked * cheated
+        states = {state: odds for state, odds in following.items() if state[0] < num_failures}
+    return number
 
 
 def share(kind):
@@ -139,10 +157,11 @@ PROMISES = [
         "docs/untrusted.md",
         f"can happen by chance: {quarantine.CODE_MISMATCHES * COORDINATOR.quarantine_failures} of them, not three,",
     ),
-    # As often as a sound group passes the floor, 95 % of such sites have failed a check by then.
     (
         "docs/untrusted.md",
-        f"it finds a site that always cheats within {math.ceil(math.log(0.05, 0.95))} groups with 95 % probability",
+        f"A site that always cheats fails its first check within {groups_until(1, cheated=1.0)} groups (95 %),"
+        f" its third, which quarantines, within {groups_until(COORDINATOR.quarantine_failures, cheated=1.0)}. For every"
+        f" tenth group: {groups_until(1, cheated=0.1)} and {groups_until(COORDINATOR.quarantine_failures, cheated=0.1)}.",
     ),
     (
         "README.md",
@@ -253,11 +272,6 @@ PROMISES = [
         f"decayed over {quarantine.WINDOW_GROUPS} groups. Above `max_lost_share` ({COORDINATOR.max_lost_share:g})",
     ),
     ("docs/untrusted.md", f"that calls half of each group lost has its groups dropped from the {first_dropped()}th on"),
-    # A check finds only groups that are cheated in.
-    (
-        "docs/untrusted.md",
-        f"A site that cheats in every tenth group is found within {math.ceil(math.log(0.05) / math.log1p(-0.05 / 10))}.",
-    ),
     # As a comment of the constant says: at most 2.9 times as much disk.
     ("docs/view.md", f"about {2.9 * pages.LIMIT_BYTES / 1e9:.0f} GB"),
     ("deploy/README.md", f"A service that hangs for {notify.HUNG_S:g} s is ended and started again"),

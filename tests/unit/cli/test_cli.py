@@ -561,6 +561,17 @@ def test_node_that_joins_a_run_with_a_standby_asks_each_coordinator_by_its_own_a
     assert (tmp_path / "node" / "coordinator").read_text() == f"{both}\n"
 
 
+def test_help_says_whose_certificate_a_command_needs():
+    commands = typer.main.get_command(app).commands
+    words = {
+        name: [each.help for each in commands[name].params if each.name == "credentials"] for name in ("health", "top")
+    }
+
+    assert "a node's ca.crt" in words["health"][0]
+    assert "an operator's ca.crt" in words["top"][0]
+    assert commands["samples"].help == "Read completions of a run: list, show, export."
+
+
 def test_every_command_that_takes_a_coordinators_address_takes_it_from_the_environment():
     def parameters(command, name):
         for key, inner in getattr(command, "commands", {}).items():

@@ -14,7 +14,7 @@ from heterorl.common.model.contract import ContractConfig, LoraConfig, SamplingC
 from heterorl.common.process.config_file import Config, checked
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.tasks.source_config import Directory
-from heterorl.common.types.common import LogprobMode, SamplingSemantics
+from heterorl.common.types.common import LogprobMode, SamplingSemantics, amount
 from heterorl.sampler.delay import DelayConfig, NoDelay
 
 MIN_TEMPERATURE = 0.01
@@ -144,7 +144,8 @@ class VllmEngineConfig(_EngineConfig):
     def _check_devices(self) -> VllmEngineConfig:
         if len(self.devices) % self.tensor_parallel_size:
             raise ValueError(
-                f"devices: {len(self.devices)} are no multiple of tensor_parallel_size = {self.tensor_parallel_size}"
+                f"devices: has {amount(len(self.devices), 'GPU')};"
+                f" tensor_parallel_size = {self.tensor_parallel_size} needs a multiple of {self.tensor_parallel_size}"
             )
         if self.engines * self.memory_share > 1 and not self.kv_cache_bytes:
             raise ValueError(

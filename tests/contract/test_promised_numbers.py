@@ -48,7 +48,7 @@ from heterorl.plan.assumptions import Assumptions
 from heterorl.plan.estimate import LR, Question, plan
 from heterorl.relay import cached_weights
 from heterorl.relay.relay_config import RelayConfig
-from heterorl.sampler import prompt_evaluator
+from heterorl.sampler import sampler_config
 from heterorl.sampler.outbox import delivery, turn_store
 from heterorl.sampler.rollout import completion_collector, prefetch
 from heterorl.sampler.sampler_config import SamplerConfig
@@ -237,7 +237,7 @@ PROMISES = [
     ),
     (
         "docs/rewards.md",
-        f"processes (sampler {prompt_evaluator.REWARD_WORKERS}, learner {LEARNER.task.reward_workers} unless set)",
+        f"processes (sampler {sampler_config.REWARD_WORKERS}, learner {LEARNER.task.reward_workers} unless set)",
     ),
     (
         "docs/rewards.md",

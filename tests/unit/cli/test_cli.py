@@ -153,6 +153,9 @@ def test_default_configuration_is_valid_and_shows_where_values_come_from(service
     result = invoke("print-config", service, "--config", str(path), "--set", "metrics_port=7")
     assert "--set" in result.output
     assert "default" in result.output
+    # A coordinator has no rewards.
+    workers = {"learner": "task.reward_workers = 1  # default", "sampler": "task.reward_workers = 4  # default"}
+    assert workers.get(service, "") in result.output
 
 
 @pytest.mark.parametrize("service", ["coordinator", "learner", "sampler"])

@@ -42,6 +42,10 @@ CredentialsOption = Annotated[
         f"default: {CREDENTIALS_VARIABLE}."
     ),
 ]
+NodeCredentialsOption = Annotated[
+    Path | None,
+    typer.Option(help=f"Directory of a node's ca.crt, node.crt and node.key; default: {CREDENTIALS_VARIABLE}."),
+]
 InsecureOption = Annotated[bool, typer.Option("--insecure", help="Plaintext; only for a coordinator on loopback.")]
 
 
@@ -113,9 +117,11 @@ class Link:
             raise Unreachable(error.args[0], action=hint) from error
 
 
-def linked(*, has_address: bool = True) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def linked(
+    *, has_address: bool = True, credentials: Any = CredentialsOption
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Replace a command's parameter `link` by the address and link options."""
-    options = {"credentials": (CredentialsOption, None), "insecure": (InsecureOption, False)}
+    options = {"credentials": (credentials, None), "insecure": (InsecureOption, False)}
 
     def parameter(name: str, annotation: Any, default: Any) -> inspect.Parameter:
         return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, annotation=annotation, default=default)

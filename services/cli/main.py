@@ -255,6 +255,11 @@ def print_config(service: Service, config: ConfigOption = None, set_: SetOption 
     Example: `heterorl print-config sampler --config sampler.toml --set engine.kind=vllm`
     """
     loaded = load_service(service, config, set_ or ())
+    if service == "sampler":
+        from heterorl.sampler.sampler_config import with_workers
+
+        sets = tuple(one.model_copy(update={"task": with_workers(one.task)}) for one in loaded.evaluation)
+        loaded = loaded.model_copy(update={"task": with_workers(loaded.task), "evaluation": sets})
     _, sources = read_tables(config, set_ or ())
     for key, value, source in explain(loaded, sources):
         console_of().print(f"{key} = {json.dumps(value)}  # {source}", soft_wrap=True)

@@ -77,7 +77,7 @@ class _DrawnDelay(TimedDelay):
     @model_validator(mode="after")
     def _ordered(self) -> Self:
         if not self.low < self.high:
-            raise ValueError("low must be below high")
+            raise ValueError(f"low: {self.low:g} must be below high = {self.high:g}")
         return self
 
     @abstractmethod

@@ -25,7 +25,7 @@ from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
 from heterorl.common.generation.inference_engine import Completion, Engine, Finished, Request
 from heterorl.common.process.clock import Bell
 from heterorl.common.tasks.task import Measure, Prompt, Task, check_answer
-from heterorl.common.tasks.task_config import TaskConfig, build_task
+from heterorl.common.tasks.task_config import build_task
 from heterorl.common.text.conversation import Conversations, open_conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.token_text import TokenTexts
@@ -36,9 +36,7 @@ from heterorl.common.types.sample import shown_answer
 from heterorl.sampler.rollout.episode_runner import EpisodeRunner, Turn
 from heterorl.sampler.rollout.group_builder import GroupBuilder
 from heterorl.sampler.rollout.in_flight_groups import EvaluationRequests, GroupDraft
-
-REWARD_WORKERS = 4
-"""Default of reward_workers at a sampler: completions end faster than one process scores them."""
+from heterorl.sampler.sampler_config import with_workers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,13 +61,6 @@ class SiteSet:
     @property
     def stated(self) -> EvaluationSet:
         return EvaluationSet(name=self.name, task_digest=self.task.digest, num_prompts=self.task.num_evaluation_prompts)
-
-
-def with_workers(config: TaskConfig) -> TaskConfig:
-    """A task's configuration with the sampler's default of reward_workers."""
-    if "reward_workers" in config.model_fields_set:
-        return config
-    return config.model_copy(update={"reward_workers": REWARD_WORKERS})
 
 
 @contextmanager

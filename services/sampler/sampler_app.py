@@ -50,11 +50,11 @@ from heterorl.sampler.engines import build_engines, take_variant
 from heterorl.sampler.evaluation_loop import EvaluationLoop
 from heterorl.sampler.outbox.delivery import Delivery
 from heterorl.sampler.outbox.outbox import Outbox
-from heterorl.sampler.prompt_evaluator import SiteSet, naming_set, open_set, with_workers
+from heterorl.sampler.prompt_evaluator import SiteSet, naming_set, open_set
 from heterorl.sampler.rollout.generation_loop import GenerationLoop
 from heterorl.sampler.rollout.group_builder import GroupBuilder
 from heterorl.sampler.rollout.in_flight_groups import InFlightNote
-from heterorl.sampler.sampler_config import SamplerConfig
+from heterorl.sampler.sampler_config import SamplerConfig, with_workers
 from heterorl.sampler.site_session import Session
 from heterorl.sampler.trust_record import TrustRecord, record_name
 from heterorl.sampler.weight_sync import WeightSync

@@ -14,7 +14,8 @@ from heterorl.common.model.contract import ContractConfig, LoraConfig, SamplingC
 from heterorl.common.process.config_file import Config, checked
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.tasks.source_config import Directory
-from heterorl.common.types.common import LogprobMode, SamplingSemantics
+from heterorl.common.tasks.task_config import TaskConfig
+from heterorl.common.types.common import LogprobMode, SamplingSemantics, amount
 from heterorl.sampler.delay import DelayConfig, NoDelay
 
 MIN_TEMPERATURE = 0.01
@@ -144,7 +145,8 @@ class VllmEngineConfig(_EngineConfig):
     def _check_devices(self) -> VllmEngineConfig:
         if len(self.devices) % self.tensor_parallel_size:
             raise ValueError(
-                f"devices: {len(self.devices)} are no multiple of tensor_parallel_size = {self.tensor_parallel_size}"
+                f"devices: has {amount(len(self.devices), 'GPU')};"
+                f" tensor_parallel_size = {self.tensor_parallel_size} needs a multiple of {self.tensor_parallel_size}"
             )
         if self.engines * self.memory_share > 1 and not self.kv_cache_bytes:
             raise ValueError(
@@ -242,6 +244,17 @@ class SamplerConfig(ContractConfig):
                 sampling = sampling.model_copy(update={"logprob_mode": LogprobMode.RAW})
             checked(check_limits, sampling, self.lora, self.engine.max_model_len)
         return self
+
+
+REWARD_WORKERS = 4
+"""Default of reward_workers at a sampler: completions end faster than one process scores them."""
+
+
+def with_workers(config: TaskConfig) -> TaskConfig:
+    """A task's configuration with the sampler's default of reward_workers."""
+    if "reward_workers" in config.model_fields_set:
+        return config
+    return config.model_copy(update={"reward_workers": REWARD_WORKERS})
 
 
 def check_limits(sampling: SamplingConfig, lora: LoraConfig, max_model_len: int) -> None:

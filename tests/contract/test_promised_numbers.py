@@ -1,5 +1,6 @@
 """Numbers that pages state of the product are those that it has: each fragment is written from the constant itself."""
 
+import collections
 import dataclasses
 import inspect
 import itertools
@@ -37,7 +38,7 @@ from heterorl.coordinator.store import database
 from heterorl.demo import demo_config
 from heterorl.launch import nodes
 from heterorl.learner.backends.ranks import rank_group
-from heterorl.learner.checks import reward_checks
+from heterorl.learner.checks import findings, reward_checks
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.loss import custom
 from heterorl.learner.loss.loss_spec import loss_spec_of, open_share
@@ -47,7 +48,7 @@ from heterorl.plan.assumptions import Assumptions
 from heterorl.plan.estimate import LR, Question, plan
 from heterorl.relay import cached_weights
 from heterorl.relay.relay_config import RelayConfig
-from heterorl.sampler import prompt_evaluator
+from heterorl.sampler import sampler_config
 from heterorl.sampler.outbox import delivery, turn_store
 from heterorl.sampler.rollout import completion_collector, prefetch
 from heterorl.sampler.sampler_config import SamplerConfig
@@ -75,6 +76,23 @@ def first_dropped():
     return next(
         number for number, share in enumerate(shares) if quarantine.lost_problem(share, COORDINATOR.max_lost_share)
     )
+
+
+def groups_until(num_failures, *, cheated):
+    """Groups by which 95 % of sites failed so many checks, from the floor on; the share of their groups is wrong."""
+    config = findings.VerificationConfig(logprob_floor=0.05)
+    enough = 10 * config.full_groups
+    states, number = {(0, enough): 1.0}, 0
+    while sum(states.values()) > 0.05:
+        number += 1
+        following = collections.defaultdict(float)
+        for (failed, passed), odds in states.items():
+            checked = findings.checked_share(passed, config)
+            following[failed, passed] += odds * (1 - checked)
+            following[failed, min(passed + 1, enough)] += odds * checked * (1 - cheated)
+            following[failed + 1, 0] += odds * checked * cheated
+        states = {state: odds for state, odds in following.items() if state[0] < num_failures}
+    return number
 
 
 def share(kind):
@@ -139,10 +157,11 @@ PROMISES = [
         "docs/untrusted.md",
         f"can happen by chance: {quarantine.CODE_MISMATCHES * COORDINATOR.quarantine_failures} of them, not three,",
     ),
-    # As often as a sound group passes the floor, 95 % of such sites have failed a check by then.
     (
         "docs/untrusted.md",
-        f"it finds a site that always cheats within {math.ceil(math.log(0.05, 0.95))} groups with 95 % probability",
+        f"A site that always cheats fails its first check within {groups_until(1, cheated=1.0)} groups (95 %),"
+        f" its third, which quarantines, within {groups_until(COORDINATOR.quarantine_failures, cheated=1.0)}. For every"
+        f" tenth group: {groups_until(1, cheated=0.1)} and {groups_until(COORDINATOR.quarantine_failures, cheated=0.1)}.",
     ),
     (
         "README.md",
@@ -218,7 +237,7 @@ PROMISES = [
     ),
     (
         "docs/rewards.md",
-        f"processes (sampler {prompt_evaluator.REWARD_WORKERS}, learner {LEARNER.task.reward_workers} unless set)",
+        f"processes (sampler {sampler_config.REWARD_WORKERS}, learner {LEARNER.task.reward_workers} unless set)",
     ),
     (
         "docs/rewards.md",
@@ -253,11 +272,6 @@ PROMISES = [
         f"decayed over {quarantine.WINDOW_GROUPS} groups. Above `max_lost_share` ({COORDINATOR.max_lost_share:g})",
     ),
     ("docs/untrusted.md", f"that calls half of each group lost has its groups dropped from the {first_dropped()}th on"),
-    # A check finds only groups that are cheated in.
-    (
-        "docs/untrusted.md",
-        f"A site that cheats in every tenth group is found within {math.ceil(math.log(0.05) / math.log1p(-0.05 / 10))}.",
-    ),
     # As a comment of the constant says: at most 2.9 times as much disk.
     ("docs/view.md", f"about {2.9 * pages.LIMIT_BYTES / 1e9:.0f} GB"),
     ("deploy/README.md", f"A service that hangs for {notify.HUNG_S:g} s is ended and started again"),
@@ -356,7 +370,7 @@ def test_oldest_versions_of_the_page_are_those_of_the_extras():
     assert (
         f"torch {needs['learner', 'torch']} and transformers {needs['learner', 'transformers']} (sampler:"
         f" {needs['sampler', 'torch']} and {needs['sampler', 'transformers']}). vLLM is {needs['vllm', 'vllm']},"
-        f" DeepSpeed {needs['deepspeed', 'deepspeed']};"
+        f" DeepSpeed {needs['deepspeed', 'deepspeed']}."
     ) in page
     games = (ROOT / "docs" / "environments.md").read_text(encoding="utf-8")
     assert f"(extra `verifiers`: version {needs['verifiers', 'verifiers']})" in games
@@ -400,7 +414,7 @@ def test_the_first_run_has_the_steps_and_questions_of_the_page():
     steps = tomllib.loads((files / "learner.toml").read_text())["max_steps"]
 
     assert f"has four configurations, {len((files / 'questions.jsonl').read_text().splitlines())} questions" in page
-    assert f"after the learner's `max_steps`, {steps} here" in page
+    assert f"After the learner's `max_steps`, {steps} here" in page
 
 
 def test_a_start_waits_for_the_lock_as_long_as_the_page_says():

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from heterorl.cli.connection import Link, console_of, explain_link, linked, silence_grpc
+from heterorl.cli.connection import Link, NodeCredentialsOption, console_of, explain_link, linked, silence_grpc
 from heterorl.common.types.common import strict_json
 
 if TYPE_CHECKING:
@@ -67,7 +67,7 @@ async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ..
     return status, tuple(steps), evaluations
 
 
-@linked()
+@linked(credentials=NodeCredentialsOption)
 def health(
     link: Link, timeout: Annotated[float, typer.Option(help="Seconds to wait for the answer.", min=0.1)] = 5.0
 ) -> None:

@@ -31,10 +31,7 @@ class _ListByDefault(TyperGroup):
         return super().parse_args(ctx, args)
 
 
-samples = typer.Typer(
-    help="Read completions of a run: `samples HOST`, `samples show ID HOST`, `samples export OUT HOST`.",
-    cls=_ListByDefault,
-)
+samples = typer.Typer(help="Read completions of a run: list, show, export.", cls=_ListByDefault)
 
 Kind = Literal["consumed", "rejected", "dropped", "evaluation"]
 SiteOption = Annotated[str, typer.Option(help="Only this site.")]
@@ -85,7 +82,7 @@ def list_(
     The column `lost` counts lost members; `heterorl view` filters by it. `--why lost_members` finds groups that were
     dropped for them.
 
-    Example: `heterorl samples run.example:50051 --kind rejected --credentials operator-me`
+    Example: `heterorl samples list run.example:50051 --kind rejected`
     """
     from heterorl.cli.samples.sample_reader import decoder, read_samples, read_summaries
     from heterorl.cli.samples.sample_table import foot, samples_table

@@ -131,7 +131,7 @@ def _unknown(schema: type[BaseModel], path: list[str], models: list[type[BaseMod
     own = [kind for model in models for kind in _kinds(model)]
     others = [kind for model in section if path[-1] in model.model_fields for kind in _kinds(model)]
     if own and others:
-        return f"is a key of kind {', '.join(others)}, not of {', '.join(own)}"
+        return f"is a key of kind {', '.join(others)}, not of {', '.join(own)}; remove it"
     return f"unknown key{_meant(schema, path, models)}"
 
 
@@ -166,7 +166,9 @@ def _words(entry: Any, key: str) -> str:
     if kind == "path_type" and isinstance(entry["input"], _Other):
         return "must be a path, is empty; remove the key for its default"
     if kind == "string_pattern_mismatch":
-        return f"{given} is not {PATTERNS.get(context['pattern'], 'of the form ' + context['pattern'])}"
+        words = PATTERNS.get(context["pattern"], "of the form " + context["pattern"])
+        hidden = f"must be {words} (the value is not shown, it may hold a secret)"
+        return hidden if value == "***" else f"{given} is not {words}"
     if kind == "union_tag_invalid" and not isinstance(value, dict):
         return f"must be a table, is {given}"
     if kind in ("literal_error", "union_tag_invalid"):

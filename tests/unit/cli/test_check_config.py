@@ -329,9 +329,9 @@ def held_out(directory):
 @pytest.mark.parametrize(
     ("schema", "table", "problem"),
     [
-        (SamplerConfig, {"engine": {"kind": "vllm", "device": "cuda"}}, "engine.device: is a key of kind hf, not of vllm"),
-        (SamplerConfig, {"engine": {"memory_share": 0.5}}, "engine.memory_share: is a key of kind vllm, not of hf"),
-        (LearnerConfig, {"backend": {"kind": "torch", "stage": 2}}, "backend.stage: is a key of kind deepspeed, not of torch"),
+        (SamplerConfig, {"engine": {"kind": "vllm", "device": "cuda"}}, "engine.device: is a key of kind hf, not of vllm; remove it"),
+        (SamplerConfig, {"engine": {"memory_share": 0.5}}, "engine.memory_share: is a key of kind vllm, not of hf; remove it"),
+        (LearnerConfig, {"backend": {"kind": "torch", "stage": 2}}, "backend.stage: is a key of kind deepspeed, not of torch; remove it"),
         (LearnerConfig, {"backend": {"lr": True}}, "backend.lr: must be a number, is true"),
         (LearnerConfig, {"lora": {"rank": True}}, "lora.rank: must be a whole number, is true"),
         (CoordinatorConfig, {"min_free_bytes": False}, "min_free_bytes: must be a whole number, is false"),

@@ -153,6 +153,9 @@ def test_default_configuration_is_valid_and_shows_where_values_come_from(service
     result = invoke("print-config", service, "--config", str(path), "--set", "metrics_port=7")
     assert "--set" in result.output
     assert "default" in result.output
+    # A coordinator has no rewards.
+    workers = {"learner": "task.reward_workers = 1  # default", "sampler": "task.reward_workers = 4  # default"}
+    assert workers.get(service, "") in result.output
 
 
 @pytest.mark.parametrize("service", ["coordinator", "learner", "sampler"])
@@ -559,6 +562,17 @@ def test_node_that_joins_a_run_with_a_standby_asks_each_coordinator_by_its_own_a
     assert asked == ["a.example:50052", "a.example:50051", "b.example:50051"]
     assert "does not answer" not in result.output
     assert (tmp_path / "node" / "coordinator").read_text() == f"{both}\n"
+
+
+def test_help_says_whose_certificate_a_command_needs():
+    commands = typer.main.get_command(app).commands
+    words = {
+        name: [each.help for each in commands[name].params if each.name == "credentials"] for name in ("health", "top")
+    }
+
+    assert "a node's ca.crt" in words["health"][0]
+    assert "an operator's ca.crt" in words["top"][0]
+    assert commands["samples"].help == "Read completions of a run: list, show, export."
 
 
 def test_every_command_that_takes_a_coordinators_address_takes_it_from_the_environment():

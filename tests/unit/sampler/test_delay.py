@@ -243,7 +243,7 @@ def test_draws_follow_the_distribution(delay):
         ({"kind": "weibull", "low": 60}, "high"),
         ({"kind": "lognormal", "low": 0, "high": 5}, "low"),
         ({"kind": "lognormal", "low": 60, "high": 1920, "mu": 3.0}, "mu"),
-        ({"kind": "uniform", "low": 5, "high": 5}, "low must be below high"),
+        ({"kind": "uniform", "low": 5, "high": 5}, "low: 5 must be below high = 5"),
         ({"kind": "exponential", "low": -1, "high": 3}, "low"),
         ({"kind": "normal", "low": 1, "high": 2}, "weibull"),
     ],

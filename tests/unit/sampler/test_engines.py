@@ -50,7 +50,10 @@ def test_every_argument_that_is_set_here_is_refused_from_outside():
     [
         (["engine.kind=vllm", "engine.extra={max_num_seqs=4}"], "max_num_seqs: heterorl sets it itself"),
         (["engine.kind=vllm", "engine.extra={data_parallel_size=4}"], "data_parallel_size: heterorl sets it itself"),
-        (["engine.kind=vllm", "engine.devices=[0,1,2]", "engine.tensor_parallel_size=2"], "no multiple"),
+        (
+            ["engine.kind=vllm", "engine.devices=[0,1,2]", "engine.tensor_parallel_size=2"],
+            "has 3 GPUs; tensor_parallel_size = 2 needs a multiple of 2",
+        ),
         (["engine.kind=vllm", "engine.devices=[0,1]", "engine.engines=2"], "remove engines"),
         (["engine.devices=[0,1]", "engine.engines=2"], "remove engines"),
         (["engine.devices=[1,1]"], "a device twice"),

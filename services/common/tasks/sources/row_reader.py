@@ -181,7 +181,7 @@ def _listed(wanted: Any) -> tuple[Any, ...]:
 def _cell(key: str, name: str, row: Row) -> Any:
     value = cell_of(row, name)
     if value is ABSENT:
-        problem = f"there is no {name}; there are {', '.join(map(str, row)) or 'no fields'}"
+        problem = f"has no {name}; its columns are: {', '.join(map(str, row)) or 'none'}"
         key = f"task.data.{key}.{name}" if key in ("where", "at_least", "at_most") else f"task.data.{key}"
         raise RowProblem(problem, key=key, action="name another column, or give the source its own [task.data]")
     return value

@@ -49,6 +49,11 @@ def test_other_values_are_quoted():
         ),
         (
             SamplerConfig,
+            {"task": {"rewards": [{"name": "a", "kind": "http", "url": "ftp://x"}]}},
+            "task.rewards[0].url: must be a url that begins with http:// or https:// (the value is not shown, it may hold",
+        ),
+        (
+            SamplerConfig,
             {"task": {"rewards": [{"weight": 1}]}},
             "task.rewards[0].kind: is not set, and other keys depend",
         ),

@@ -174,7 +174,7 @@ def test_jsonl_keeps_the_rows_that_the_columns_say(tmp_path, data, kept):
 @pytest.mark.parametrize(
     ("data", "problem"),
     [
-        ({"where": {"levle": 3}}, r"task\.data\.where\.levle: .*line 1: there is no levle; there are .*level"),
+        ({"where": {"levle": 3}}, r"task\.data\.where\.levle: .*line 1: has no levle; its columns are: .*level"),
         ({"at_least": {"kind": 3}}, r"task\.data\.at_least\.kind: .*line 1: kind is 'sum'"),
         ({"where": {"level": 9}}, "no prompt is left of 2 rows"),
         ({"where": {"none": 9}}, r"task\.data\.where\.none: none is null in each row"),

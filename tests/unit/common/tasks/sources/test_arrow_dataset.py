@@ -381,7 +381,7 @@ def test_messages_written_as_text_are_refused_also_where_the_column_is_found_by_
     ("hf:{set}[nope]", {}, "task.name: cannot read split nope"),
     ("hf:{set}", {"evaluation_split": "nope"}, "task.data.evaluation_split"),
     ("hf:{set}", {"subset": "nope"}, "task.name"),
-    ("hf:{set}", {"prompt": "question"}, "task.data.prompt: row 0: there is no question; there are prompt, answer"),
+    ("hf:{set}", {"prompt": "question"}, "task.data.prompt: row 0: has no question; its columns are: prompt, answer"),
     ("hf:{set}", {"prompt": "level"}, "task.data.prompt: row 0: level is neither text nor a list of messages"),
     ("hf:{set}", {"messages": "prompt"}, "task.data.messages: row 0: prompt is no list of messages"),
     ("hf:{set}", {"where": {"kind": 1}}, "task.data.where.kind"),

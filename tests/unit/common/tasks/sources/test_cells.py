@@ -148,9 +148,9 @@ def test_a_column_prompt_comes_before_a_column_messages(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "message"),
     [
-        ([{"question": "a", "answer": "1"}], "line 1: there is no prompt; there are question, answer"),
+        ([{"question": "a", "answer": "1"}], "line 1: has no prompt; its columns are: question, answer"),
         ([["prompt", "answer"]], "line 1 is JSON, but no object"),
-        ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "line 2: there is no answer"),
+        ([{"prompt": "a", "answer": "1"}, {"prompt": "b"}], "line 2: has no answer"),
         ([{"prompt": {"a": 1}, "answer": "1"}], "line 1: prompt is neither text nor a list of messages"),
     ],
 )
@@ -176,7 +176,7 @@ def test_rows_need_an_answer_only_where_the_reward_does(tmp_path):
             built(each, data={"answer": ""})
     judge = {"kind": "judge", "name": "j", "url": "http://127.0.0.1:9/", "model": "m"}
     assert built(name, rewards=[{**judge, "rubric": "{completion}"}]).num_prompts == 5
-    with pytest.raises(ConfigError, match="line 1: there is no answer"):
+    with pytest.raises(ConfigError, match="line 1: has no answer"):
         built(name, rewards=[{**judge, "rubric": "{completion} {answer}"}])
 
 
@@ -332,7 +332,7 @@ def test_rows_that_mix_answers_and_none_are_refused(tmp_path):
 
     with pytest.raises(ConfigError, match="line 4: there is answer, but rows before have none"):
         built(jsonl(tmp_path, rows), **LENGTH)
-    with pytest.raises(ConfigError, match="line 2: there is no answer; there are prompt"):
+    with pytest.raises(ConfigError, match="line 2: has no answer; its columns are: prompt"):
         built(jsonl(tmp_path, rows[3:] + rows[:3]), **LENGTH)
 
 

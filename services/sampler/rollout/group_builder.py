@@ -22,6 +22,7 @@ from heterorl.common.generation.inference_engine import Completion
 from heterorl.common.model.logprobs import group_key
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
+from heterorl.common.process.threads import in_order
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.tasks.task import FailureStreak, Prompt, Task, check_answer, score_group, source_of
 from heterorl.common.text.conversation import Conversations
@@ -79,8 +80,10 @@ class GroupBuilder:
         """Drafts begun with the loaded version, and the refused assignments."""
         drafts: list[GroupDraft] = []
         refused: list[Refused] = []
-        for assignment in work:
-            prompt = self.task.prompt(assignment.prompt_index)
+        # A prompt of an environment may begin an episode, for seconds.
+        threads = min(len(work), self.conversations.max_live) if self.conversations else 1
+        prompts = in_order(self.task.prompt, [one.prompt_index for one in work], threads=max(threads, 1))
+        for assignment, prompt in zip(work, prompts, strict=True):
             try:
                 check_answer(self.task, prompt)
                 draft = self.draft(
@@ -91,7 +94,7 @@ class GroupBuilder:
                 refused.append((assignment, error))
             else:
                 drafts.append(draft)
-        # A prompt may begin an episode, for seconds: no time of the others' episodes.
+        # The prompts' time is none of their groups.
         begun_at = self.clock.monotonic()
         for draft in drafts:
             draft.begun_at = begun_at

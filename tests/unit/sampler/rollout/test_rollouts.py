@@ -3,6 +3,8 @@
 import dataclasses
 import os
 import signal
+import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -22,6 +24,7 @@ from heterorl.common.weights.arena import Arena
 from heterorl.sampler.rollout.completion_collector import WorkLog
 from heterorl.sampler.rollout.group_builder import GroupBuilder
 from tests.support.clock import ManualClock
+from tests.support.limits import WAIT_S
 from tests.support.sampler_world import World
 
 ROOT = Digest("ab" * 32)
@@ -91,6 +94,21 @@ def test_time_of_a_group_begins_behind_the_prompts_that_begin_with_it(parts):
     drafts, _ = builder.begin(work(0, 1, 2), version=5, state_root=ROOT)
 
     assert [draft.begun_at for draft in drafts] == [clock.monotonic()] * 3
+
+
+def test_prompts_that_begin_episodes_begin_them_together(parts):
+    together = threading.Barrier(3)
+
+    class Reset(LengthTask):
+        def prompt(self, index):
+            together.wait(WAIT_S)
+            return super().prompt(index)
+
+    conversations = SimpleNamespace(max_live=8, of=lambda prompt: None)
+    builder = dataclasses.replace(maker_of(parts), task=Reset(), conversations=conversations)
+    drafts, _ = builder.begin(work(2, 0, 1), version=5, state_root=ROOT)
+
+    assert [draft.prompt.index for draft in drafts] == [2, 0, 1]
 
 
 def made(parts, builder, assignments):

@@ -400,6 +400,7 @@ LAB: dict[str, Callable[[], str]] = {
     "stale2026-21-beside-gepo": lambda: _beside("stale2026", "gepo", _FAR_ENDS, "t21"),
     "stale2026-21-rates": lambda: _chosen_rates("stale2026", _FAR_ENDS, "t21"),
     "stale2026-t21": lambda: _gates("stale2026_t21", beside="gepo"),
+    "stale2026-t101": lambda: _gates("stale2026_t101", beside="gepo"),
     "stale2026-rates": lambda: _chosen_rates("stale2026", _FAR_ENDS, "t5"),
     "beside-gepo": _beside_gepo,
     "recommend": lambda: accuracies(_lab("recommend"), (64.0,)),

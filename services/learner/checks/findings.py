@@ -45,8 +45,9 @@ class VerificationConfig(Config):
     max_log_ratio: float = Field(default=0.0, ge=0)
     """Largest |mean of log p - log q| of a rollout under the trained weights, nats; costs a forward pass a step. 0:
     off."""
-    max_versions: int = Field(default=64, ge=1)
-    """Versions in one checked group, each pulled and computed; groups with more are abandoned."""
+    max_versions: int = Field(default=65, ge=1)
+    """Versions of one group, each pulled and computed to check it; groups with more are abandoned. One above
+    max_staleness_versions suffices."""
     kept_versions: int = Field(default=2, ge=1)
     """Versions kept in memory for checks; others are pulled again."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")

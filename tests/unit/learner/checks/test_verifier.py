@@ -29,6 +29,7 @@ from heterorl.common.types.rollout import (
     Span,
 )
 from heterorl.common.weights.arena import Arena
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.learner.checks.findings import (
     Replay,
@@ -501,7 +502,7 @@ def test_versions_of_adapters_are_replayed_like_those_of_whole_models(site, tmp_
                for rollout, replay in zip(group.rollouts, base, strict=True))  # fmt: skip
 
 
-async def test_group_that_names_too_many_versions_is_not_checked_and_not_held_against_its_site(site, honest):
+async def test_group_that_names_too_many_versions_is_never_trained_on_nor_held_against_its_site(site, honest):
     """Each version costs a pull and a forward pass, and a site may name one for every token."""
     first = honest[0].rollouts[0]
     spans = (
@@ -511,8 +512,12 @@ async def test_group_that_names_too_many_versions_is_not_checked_and_not_held_ag
     mixed = with_rollout(honest[0], 0, spans=spans)
     versions = Versions(arena_of(site))
 
-    finding = await examined(verifier_of(site, versions=versions, **{**ALWAYS, "max_versions": 1}), queued(mixed))
-
-    assert finding.reason is None
-    assert "verification.max_versions" in finding.detail
+    # Of a site that is trusted, only one group in twenty is drawn.
+    for num_passed, floor in ((0, 1.0), (10_000, 0.05)):
+        verifier = verifier_of(site, versions=versions, rng=random.Random(0), logprob_floor=floor, max_versions=1)
+        verifier.passed[mixed.id.site] = num_passed
+        finding = await examined(verifier, queued(mixed))
+        assert finding.reason is None
+        assert "verification.max_versions" in finding.detail
     assert versions.asked == []
+    assert VerificationConfig().max_versions == CoordinatorConfig.model_fields["max_staleness_versions"].default + 1

@@ -270,6 +270,7 @@ def main() -> None:
             "group_logprob_tolerance": CONFIG.group_logprob_tolerance,
             "margin_tolerance": CONFIG.margin_tolerance,
             "margin_share": CONFIG.margin_share,
+            "margin_limit": CONFIG.margin_limit,
         },
         "calibrated_logprob_tolerance": {
             name: 1.5 * rows[name]["logprob_difference"]["p999"] for name in rows if name.startswith("honest")

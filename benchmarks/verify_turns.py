@@ -458,6 +458,7 @@ def main() -> None:
             "group_logprob_tolerance": CONFIG.group_logprob_tolerance,
             "margin_tolerance": CONFIG.margin_tolerance,
             "margin_share": CONFIG.margin_share,
+            "margin_limit": CONFIG.margin_limit,
         },
         "seconds": round(time.perf_counter() - started, 1),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

@@ -40,6 +40,8 @@ class VerificationConfig(Config):
     """Largest margin by which a repeated draw may prefer another token, nats; for sites with seeded_sampling."""
     margin_share: float = Field(default=0.99, gt=0, le=1)
     """Share of a rollout's tokens that must be within margin_tolerance."""
+    margin_limit: float = Field(default=2.0, gt=0)
+    """Largest margin of any token, nats; rounding gives small ones."""
     require_seeded: bool = False
     """Whether groups of sites without seeded_sampling fail."""
     max_log_ratio: float = Field(default=0.0, ge=0)
@@ -121,9 +123,8 @@ def judge_margins(replays: Sequence[Replay], config: VerificationConfig) -> Find
     for number, replay in enumerate(replays):
         if replay.margins is None:
             continue
-        share = float((replay.margins <= config.margin_tolerance).mean())
-        if not share >= config.margin_share:
-            worst = float(replay.margins.max())
+        share, worst = float((replay.margins <= config.margin_tolerance).mean()), float(replay.margins.max())
+        if not (share >= config.margin_share and worst <= config.margin_limit):
             detail = (
                 f"rollouts[{number}]: {1 - share:.1%} of the tokens are not what the seed draws, margin {worst:.3g}"
             )

@@ -358,14 +358,16 @@ def test_small_differences_in_all_rollouts_are_found_in_the_group_as_a_whole():
     assert judge_logprobs(stated, off(0.09, 0.0, 0.0, 0.0), config).detail.startswith("rollouts[0]")
 
 
-def test_one_token_of_a_hundred_may_differ_and_two_may_not():
-    def margins(num_bad):
+def test_one_token_of_a_hundred_may_differ_by_little_and_two_may_not():
+    def finding(*margins):
         values = np.zeros(100, np.float32)
-        values[:num_bad] = 5.0
-        return [Replay(logprobs=values, margins=values)]
+        values[: len(margins)] = margins
+        return judge_margins([Replay(logprobs=values, margins=values)], VerificationConfig())
 
-    assert judge_margins(margins(1), VerificationConfig()).is_sound
-    assert judge_margins(margins(2), VerificationConfig()).detail.startswith("rollouts[0]: 2.0% of the tokens")
+    assert finding(1.9).is_sound
+    assert finding(1.9, 1.9).detail.startswith("rollouts[0]: 2.0% of the tokens")
+    # One forced token, such as a wrong answer's first digit.
+    assert finding(2.1).detail.startswith("rollouts[0]: 1.0% of the tokens")
 
 
 async def test_lost_members_are_not_replayed_and_make_no_other_member_look_better(site, honest):

@@ -43,7 +43,7 @@ class VerificationConfig(Config):
     margin_limit: float = Field(default=2.0, gt=0)
     """Largest margin of any token, nats; rounding gives small ones."""
     require_seeded: bool = False
-    """Whether groups of sites without seeded_sampling fail."""
+    """Whether groups of sites without seeded_sampling fail, vLLM's too."""
     max_log_ratio: float = Field(default=0.0, ge=0)
     """Largest |mean of log p - log q| of a rollout under the trained weights, nats; costs a forward pass a step. 0:
     off."""

@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import random
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -246,7 +248,10 @@ async def test_draws_of_another_seed_are_found_and_cannot_be_where_the_site_does
     unseeded = dataclasses.replace(changed, is_seeded=False)
     assert (await examine(site, unseeded)).reason is None
     assert (await examine(site, changed, seed=None)).reason is None
-    finding = await examine(site, unseeded, require_seeded=True)
+    # So an operator who follows the page has such groups rejected.
+    page = (Path(__file__).parents[4] / "docs/untrusted.md").read_text(encoding="utf-8")
+    example = tomllib.loads(page.split("```toml\n")[1].split("```")[0])
+    finding = await examine(site, unseeded, **example["verification"])
     assert finding.reason is DropReason.SAMPLING_MISMATCH
 
 

@@ -247,7 +247,7 @@ class Verifier:
         assert self.versions is not None, "and with versions to check under"
         key = None
         if group.is_seeded and queued.seed is not None and self.verification.replayer.can_repeat_draws:
-            key = group_key(seed=queued.seed, state_root=group.state_root, prompt_index=group.prompt_index)
+            key = group_key(seed=queued.seed, prompt_index=group.prompt_index)
         elif group.id.site not in self.unseeded:
             self.unseeded.add(group.id.site)
             _LOG.warning("draws of site %s cannot be repeated, the learner checks only log-probs", group.id.site)

@@ -244,6 +244,8 @@ async def test_draws_of_another_seed_are_found_and_cannot_be_where_the_site_does
     finding = await examine(site, changed)
     assert finding.reason is DropReason.SAMPLING_MISMATCH
     assert "are not what the seed draws" in finding.detail
+    # The weights that a site names give it no other draws, of which it could choose.
+    assert (await examine(site, dataclasses.replace(honest[0], state_root="b" * 64))).reason is None
     # Only log-probs are left where a site does not draw by name, or its seed is not told.
     unseeded = dataclasses.replace(changed, is_seeded=False)
     assert (await examine(site, unseeded)).reason is None
@@ -499,7 +501,7 @@ def test_versions_of_adapters_are_replayed_like_those_of_whole_models(site, tmp_
     )
     replayer.load(arena, 1)
     (group,) = site.generate(engine, [3])
-    key = group_key(seed=seed_of(3, seed=SEED), state_root=group.state_root, prompt_index=group.prompt_index)
+    key = group_key(seed=seed_of(3, seed=SEED), prompt_index=group.prompt_index)
 
     for rollout, replay in zip(group.rollouts, replayer.replay(group, key=key), strict=True):
         np.testing.assert_allclose(replay.logprobs, rollout.sampler_logprobs, atol=1e-4)

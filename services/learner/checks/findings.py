@@ -40,7 +40,7 @@ class VerificationConfig(Config):
     """Largest margin by which a repeated draw may prefer another token, nats; for sites with seeded_sampling."""
     margin_share: float = Field(default=0.99, gt=0, le=1)
     """Share of a rollout's tokens that must be within margin_tolerance."""
-    margin_limit: float = Field(default=2.0, gt=0)
+    margin_limit: float = Field(default=4.0, gt=0)
     """Largest margin of any token, nats; rounding gives small ones."""
     require_seeded: bool = False
     """Whether groups of sites without seeded_sampling fail, vLLM's too."""

@@ -371,10 +371,10 @@ def test_one_token_of_a_hundred_may_differ_by_little_and_two_may_not():
         values[: len(margins)] = margins
         return judge_margins([Replay(logprobs=values, margins=values)], VerificationConfig())
 
-    assert finding(1.9).is_sound
-    assert finding(1.9, 1.9).detail.startswith("rollouts[0]: 2.0% of the tokens")
+    assert finding(3.9).is_sound
+    assert finding(3.9, 3.9).detail.startswith("rollouts[0]: 2.0% of the tokens")
     # One forced token, such as a wrong answer's first digit.
-    assert finding(2.1).detail.startswith("rollouts[0]: 1.0% of the tokens")
+    assert finding(4.1).detail.startswith("rollouts[0]: 1.0% of the tokens")
 
 
 async def test_lost_members_are_not_replayed_and_make_no_other_member_look_better(site, honest):

@@ -53,7 +53,7 @@ def generated(
     builder: GroupBuilder, engine: HfEngine, work: Sequence[WorkAssignment], *, state_root: Digest, first: int = 1
 ) -> list[Group]:
     """A group of each assignment, numbered from `first`, with the engine's version."""
-    drafts, refused = builder.begin(work, version=engine.version, state_root=state_root)
+    drafts, refused = builder.begin(work, version=engine.version)
     assert not refused, "a benchmark's prompts are all taken"
     made = generate_all(
         engine,
@@ -83,7 +83,7 @@ async def played(
 
     An `other` number above 0 gives other draws of later turns, as of a site that picks.
     """
-    drafts, refused = builder.begin(work, version=engine.version, state_root=state_root)
+    drafts, refused = builder.begin(work, version=engine.version)
     assert not refused, "a benchmark's prompts are all taken"
     assert builder.conversations is not None, "the task has an environment"
     runner = EpisodeRunner(

@@ -98,9 +98,7 @@ def build_site(model_dir: str, *, digits: int, group_size: int) -> tuple[Site, C
 
 def judge(site: Site, contract: Contract, group: Group) -> tuple[list[dict[str, bool]], list[Replay]]:
     """For each rollout, which checks it fails; and its numbers."""
-    key = group_key(
-        seed=seed_of(group.assignment, seed=SEED), state_root=group.state_root, prompt_index=group.prompt_index
-    )
+    key = group_key(seed=seed_of(group.assignment, seed=SEED), prompt_index=group.prompt_index)
     replays = site.replayer.replay(group, key=key)
     verdicts = []
     for rollout, replay in zip(group.rollouts, replays, strict=True):
@@ -270,6 +268,7 @@ def main() -> None:
             "group_logprob_tolerance": CONFIG.group_logprob_tolerance,
             "margin_tolerance": CONFIG.margin_tolerance,
             "margin_share": CONFIG.margin_share,
+            "margin_limit": CONFIG.margin_limit,
         },
         "calibrated_logprob_tolerance": {
             name: 1.5 * rows[name]["logprob_difference"]["p999"] for name in rows if name.startswith("honest")

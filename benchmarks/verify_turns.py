@@ -118,9 +118,7 @@ class Site:
         )
         if finding.reason is not None:
             found.append("episode")
-        key = group_key(
-            seed=seed_of(group.assignment, seed=SEED), state_root=group.state_root, prompt_index=group.prompt_index
-        )
+        key = group_key(seed=seed_of(group.assignment, seed=SEED), prompt_index=group.prompt_index)
         replays = self.replayer.replay(group, key=key)
         none = np.zeros(0, np.float32)
         stated = [rollout.sampler_logprobs if rollout.is_trainable else none for rollout in group.rollouts]
@@ -458,6 +456,7 @@ def main() -> None:
             "group_logprob_tolerance": CONFIG.group_logprob_tolerance,
             "margin_tolerance": CONFIG.margin_tolerance,
             "margin_share": CONFIG.margin_share,
+            "margin_limit": CONFIG.margin_limit,
         },
         "seconds": round(time.perf_counter() - started, 1),
         "versions": {"torch": torch.__version__, "transformers": transformers.__version__},

@@ -194,7 +194,7 @@ class SamplerConfig(ContractConfig):
     evaluation_hold_s: float = Field(default=300.0, ge=0)
     """How long newer weights wait for a running evaluation, and a drained sampler for the last version."""
     seeded_sampling: bool = False
-    """Derive draws from assignment, weights and position, so that the learner can repeat them. Engine hf, no top_p or
+    """Derive draws from assignment and position, so that the learner can repeat them. Engine hf, no top_p or
     top_k; sets swap to `drain`."""
     group_size: int = Field(default=8, ge=2, le=4096)
     """Rollouts of one prompt; equal on every node."""
@@ -232,7 +232,7 @@ class SamplerConfig(ContractConfig):
         if self.seeded_sampling and not isinstance(self.engine, HfEngineConfig):
             raise ValueError("seeded_sampling needs engine hf: vLLM takes no noise from outside")
         if self.seeded_sampling and self.swap == "in_flight":
-            raise ValueError('seeded_sampling needs swap = "drain": draws are named by one version of the weights')
+            raise ValueError('seeded_sampling needs swap = "drain": one version of the weights repeats a draw')
         if self.seeded_sampling and (self.sampling.top_p < 1 or self.sampling.top_k):
             raise ValueError("seeded_sampling needs top_p = 1 and top_k = 0: truncation flips under rounding")
         # With [join] a key that the file leaves out is the run's: adoption checks them together.

@@ -153,6 +153,9 @@ PROMISES = [
         f"`quarantine_failures` ({COORDINATOR.quarantine_failures}) within `quarantine_window_groups` "
         f"({COORDINATOR.quarantine_window_groups:,}) groups",
     ),
+    ("docs/untrusted.md", f"more than `verification.max_versions` ({LEARNER.verification.max_versions}) versions"),
+    ("docs/untrusted.md", f"within `margin_tolerance` ({LEARNER.verification.margin_tolerance:g} nats)"),
+    ("docs/untrusted.md", f"within `margin_limit` ({LEARNER.verification.margin_limit:g} nats)"),
     (
         "docs/untrusted.md",
         f"can happen by chance: {quarantine.CODE_MISMATCHES * COORDINATOR.quarantine_failures} of them, not three,",

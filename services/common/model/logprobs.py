@@ -9,15 +9,15 @@ computes them again. Normalised in fp32 or wider. Entropies carry no gradient.
 Suffixes: N tokens, H hidden width, V vocabulary, C tokens of one chunk.
 
 Tokens are drawn with Gumbel noise, keyed or from a generator. Keyed noise has equal bits on every machine and for every
-batch: it depends only on the group's key, the sample and the position. The key comes from the coordinator's seed, the
-state root of the weights and the prompt. So a site cannot choose among draws, and a learner can repeat them. Each
-later turn of an episode has a key of its own, and counts positions from 0.
+batch: it depends only on the group's key, the sample and the position. The key comes from the coordinator's seed and
+the prompt, not from the weights, whose version a site chooses. So a site cannot choose among draws, and a learner can
+repeat them. Each later turn of an episode has a key of its own, and counts positions from 0.
 
-key = blake2b-128("heterorl-gumbel-1/SEED/STATE_ROOT/PROMPT_INDEX"), little-endian. A token's 128 bits are blake2b-128
-of key (16 bytes), sample and position (4 bytes each, little-endian): the key of a Philox4x64-10 stream, whose 32-bit
-words u, low half of each output first, become g = -log(-log((u + 0.5) / 2^32)). The token is
-argmax(logits / temperature + g): the Gumbel-max trick (Gumbel, 1954; Maddison et al., arXiv 1411.0030). The key of
-turn t > 0 is half of blake2b-64("heterorl-turn-2/KEY/t"), little-endian.
+key = blake2b-128("heterorl-gumbel-2/SEED/PROMPT_INDEX"), little-endian. A token's 128 bits are blake2b-128 of key (16
+bytes), sample and position (4 bytes each, little-endian): the key of a Philox4x64-10 stream, whose 32-bit words u, low
+half of each output first, become g = -log(-log((u + 0.5) / 2^32)). The token is argmax(logits / temperature + g): the
+Gumbel-max trick (Gumbel, 1954; Maddison et al., arXiv 1411.0030). The key of turn t > 0 is half of
+blake2b-64("heterorl-turn-2/KEY/t"), little-endian.
 """
 
 import hashlib
@@ -184,9 +184,9 @@ def gumbel(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
 KEY_BYTES = 16
 
 
-def group_key(*, seed: int, state_root: str, prompt_index: int) -> int:
-    """128-bit key of a group's noise, from seed, weights and prompt."""
-    text = f"heterorl-gumbel-1/{seed}/{state_root}/{prompt_index}"
+def group_key(*, seed: int, prompt_index: int) -> int:
+    """128-bit key of a group's noise, from seed and prompt."""
+    text = f"heterorl-gumbel-2/{seed}/{prompt_index}"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=KEY_BYTES).digest(), "little")
 
 

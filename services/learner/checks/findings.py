@@ -40,13 +40,16 @@ class VerificationConfig(Config):
     """Largest margin by which a repeated draw may prefer another token, nats; for sites with seeded_sampling."""
     margin_share: float = Field(default=0.99, gt=0, le=1)
     """Share of a rollout's tokens that must be within margin_tolerance."""
+    margin_limit: float = Field(default=4.0, gt=0)
+    """Largest margin of any token, nats; rounding gives small ones."""
     require_seeded: bool = False
-    """Whether groups of sites without seeded_sampling fail."""
+    """Whether groups of sites without seeded_sampling fail, vLLM's too."""
     max_log_ratio: float = Field(default=0.0, ge=0)
     """Largest |mean of log p - log q| of a rollout under the trained weights, nats; costs a forward pass a step. 0:
     off."""
-    max_versions: int = Field(default=64, ge=1)
-    """Versions in one checked group, each pulled and computed; groups with more are abandoned."""
+    max_versions: int = Field(default=65, ge=1)
+    """Versions of one group, each pulled and computed to check it; groups with more are abandoned. One above
+    max_staleness_versions suffices."""
     kept_versions: int = Field(default=2, ge=1)
     """Versions kept in memory for checks; others are pulled again."""
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
@@ -120,9 +123,8 @@ def judge_margins(replays: Sequence[Replay], config: VerificationConfig) -> Find
     for number, replay in enumerate(replays):
         if replay.margins is None:
             continue
-        share = float((replay.margins <= config.margin_tolerance).mean())
-        if not share >= config.margin_share:
-            worst = float(replay.margins.max())
+        share, worst = float((replay.margins <= config.margin_tolerance).mean()), float(replay.margins.max())
+        if not (share >= config.margin_share and worst <= config.margin_limit):
             detail = (
                 f"rollouts[{number}]: {1 - share:.1%} of the tokens are not what the seed draws, margin {worst:.3g}"
             )

@@ -225,31 +225,33 @@ class Verifier:
             _count(group, "sampling", "failed")
             return Finding(reason=DropReason.SAMPLING_MISMATCH, detail="its site does not use seeded_sampling")
         share = checked_share(self.passed[group.id.site], config)
-        if share == 0 or self.rng.random() >= share:
+        if share == 0:
             return SOUND
-        finding = await self._replay(queued)
+        versions = sorted({span.version for rollout in group.trainable for span in rollout.spans if span.is_drawn})
+        if len(versions) > config.max_versions:
+            # Before the draw: a site could train by the groups that are not drawn, and is never blamed for the others.
+            _count(group, "logprob", "skipped")
+            return Finding(
+                detail=f"it names {len(versions)} versions; verification.max_versions is {config.max_versions}"
+            )
+        if self.rng.random() >= share:
+            return SOUND
+        finding = await self._replay(queued, versions)
         if finding.is_sound:
             self.passed[group.id.site] += 1
         return finding
 
-    async def _replay(self, queued: QueuedGroup) -> Finding:
+    async def _replay(self, queued: QueuedGroup, versions: list[int]) -> Finding:
         group, config = queued.group, self.verification.config
         assert self.verification.replayer is not None, "a share above 0 comes with a model to check with"
         assert self.versions is not None, "and with versions to check under"
         key = None
         if group.is_seeded and queued.seed is not None and self.verification.replayer.can_repeat_draws:
-            key = group_key(seed=queued.seed, state_root=group.state_root, prompt_index=group.prompt_index)
+            key = group_key(seed=queued.seed, prompt_index=group.prompt_index)
         elif group.id.site not in self.unseeded:
             self.unseeded.add(group.id.site)
             _LOG.warning("draws of site %s cannot be repeated, the learner checks only log-probs", group.id.site)
         replays: list[Replay] = []
-        versions = sorted({span.version for rollout in group.trainable for span in rollout.spans if span.is_drawn})
-        if len(versions) > config.max_versions:
-            # Each costs a pull and a pass: a site that names hundreds would block the checks of others.
-            _count(group, "logprob", "skipped")
-            return Finding(
-                detail=f"it names {len(versions)} versions; verification.max_versions is {config.max_versions}"
-            )
         for version in versions:
             try:
                 arena = await self.versions.get(version, queued.variant)

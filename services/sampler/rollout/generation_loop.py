@@ -19,7 +19,6 @@ from heterorl.common.process import metrics
 from heterorl.common.process.clock import Bell, ring_or_time
 from heterorl.common.pull.puller import PulledVersion
 from heterorl.common.tasks.environments.episodes import Episodes
-from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import FinishReason, WorkAssignment
 from heterorl.common.types.run import Heartbeat
 from heterorl.sampler.outbox.delivery import OutboxWriter
@@ -296,9 +295,7 @@ class GenerationLoop:
         if not work:
             return False
         version = self.swap.version
-        drafts, refused = await asyncio.to_thread(
-            self.builder.begin, work, version=version, state_root=Digest(self.swap.reported.state_root)
-        )
+        drafts, refused = await asyncio.to_thread(self.builder.begin, work, version=version)
         if self._may_begin and self.swap.version == version and self.prefetch.look(len(work)) == work:
             self.prefetch.drop(len(work))
             return await self._submit(drafts, refused)

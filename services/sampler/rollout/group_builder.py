@@ -74,9 +74,7 @@ class GroupBuilder:
     # Encoding changes a tokenizer, and several threads decode.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(
-        self, work: Sequence[WorkAssignment], *, version: int, state_root: Digest
-    ) -> tuple[list[GroupDraft], list[Refused]]:
+    def begin(self, work: Sequence[WorkAssignment], *, version: int) -> tuple[list[GroupDraft], list[Refused]]:
         """Drafts begun with the loaded version, and the refused assignments."""
         drafts: list[GroupDraft] = []
         refused: list[Refused] = []
@@ -87,7 +85,7 @@ class GroupBuilder:
             try:
                 check_answer(self.task, prompt)
                 draft = self.draft(
-                    prompt, self.conversations, assignment, seed=self._seed(assignment, state_root), version=version,
+                    prompt, self.conversations, assignment, seed=self._seed(assignment), version=version,
                     begun_at=0.0, is_seeded=self.is_seeded, source=source_of(self.task, prompt.index),
                 )  # fmt: skip
             except PromptRefused as error:
@@ -163,11 +161,10 @@ class GroupBuilder:
             trace=TRACER.begin("generate", lasted_s=draft.generation_s, attributes=attributes),
         )
 
-    def _seed(self, assignment: WorkAssignment, state_root: Digest) -> int:
+    def _seed(self, assignment: WorkAssignment) -> int:
         if not self.is_seeded:
             return assignment.seed
-        # The weights name the draws; they stay until all groups in flight ended.
-        return group_key(seed=assignment.seed, state_root=state_root, prompt_index=assignment.prompt_index)
+        return group_key(seed=assignment.seed, prompt_index=assignment.prompt_index)
 
 
 def _rollout(completion: Completion, parts: tuple[RewardPart, ...]) -> Rollout:

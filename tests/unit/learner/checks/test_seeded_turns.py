@@ -41,9 +41,7 @@ def drawn(site, *, other=0):
 
 
 def judged(site, group):
-    key = group_key(
-        seed=seed_of(group.assignment, seed=SEED), state_root=group.state_root, prompt_index=group.prompt_index
-    )
+    key = group_key(seed=seed_of(group.assignment, seed=SEED), prompt_index=group.prompt_index)
     return judge_margins(site.replayer.replay(group, key=key), VerificationConfig())
 
 

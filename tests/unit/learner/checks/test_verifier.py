@@ -3,6 +3,8 @@
 import dataclasses
 import functools
 import random
+import tomllib
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -29,6 +31,7 @@ from heterorl.common.types.rollout import (
     Span,
 )
 from heterorl.common.weights.arena import Arena
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.learner.checks.findings import (
     Replay,
@@ -241,11 +244,16 @@ async def test_draws_of_another_seed_are_found_and_cannot_be_where_the_site_does
     finding = await examine(site, changed)
     assert finding.reason is DropReason.SAMPLING_MISMATCH
     assert "are not what the seed draws" in finding.detail
+    # The weights that a site names give it no other draws, of which it could choose.
+    assert (await examine(site, dataclasses.replace(honest[0], state_root="b" * 64))).reason is None
     # Only log-probs are left where a site does not draw by name, or its seed is not told.
     unseeded = dataclasses.replace(changed, is_seeded=False)
     assert (await examine(site, unseeded)).reason is None
     assert (await examine(site, changed, seed=None)).reason is None
-    finding = await examine(site, unseeded, require_seeded=True)
+    # So an operator who follows the page has such groups rejected.
+    page = (Path(__file__).parents[4] / "docs/untrusted.md").read_text(encoding="utf-8")
+    example = tomllib.loads(page.split("```toml\n")[1].split("```")[0])
+    finding = await examine(site, unseeded, **example["verification"])
     assert finding.reason is DropReason.SAMPLING_MISMATCH
 
 
@@ -357,14 +365,16 @@ def test_small_differences_in_all_rollouts_are_found_in_the_group_as_a_whole():
     assert judge_logprobs(stated, off(0.09, 0.0, 0.0, 0.0), config).detail.startswith("rollouts[0]")
 
 
-def test_one_token_of_a_hundred_may_differ_and_two_may_not():
-    def margins(num_bad):
+def test_one_token_of_a_hundred_may_differ_by_little_and_two_may_not():
+    def finding(*margins):
         values = np.zeros(100, np.float32)
-        values[:num_bad] = 5.0
-        return [Replay(logprobs=values, margins=values)]
+        values[: len(margins)] = margins
+        return judge_margins([Replay(logprobs=values, margins=values)], VerificationConfig())
 
-    assert judge_margins(margins(1), VerificationConfig()).is_sound
-    assert judge_margins(margins(2), VerificationConfig()).detail.startswith("rollouts[0]: 2.0% of the tokens")
+    assert finding(3.9).is_sound
+    assert finding(3.9, 3.9).detail.startswith("rollouts[0]: 2.0% of the tokens")
+    # One forced token, such as a wrong answer's first digit.
+    assert finding(4.1).detail.startswith("rollouts[0]: 1.0% of the tokens")
 
 
 async def test_lost_members_are_not_replayed_and_make_no_other_member_look_better(site, honest):
@@ -491,7 +501,7 @@ def test_versions_of_adapters_are_replayed_like_those_of_whole_models(site, tmp_
     )
     replayer.load(arena, 1)
     (group,) = site.generate(engine, [3])
-    key = group_key(seed=seed_of(3, seed=SEED), state_root=group.state_root, prompt_index=group.prompt_index)
+    key = group_key(seed=seed_of(3, seed=SEED), prompt_index=group.prompt_index)
 
     for rollout, replay in zip(group.rollouts, replayer.replay(group, key=key), strict=True):
         np.testing.assert_allclose(replay.logprobs, rollout.sampler_logprobs, atol=1e-4)
@@ -501,7 +511,7 @@ def test_versions_of_adapters_are_replayed_like_those_of_whole_models(site, tmp_
                for rollout, replay in zip(group.rollouts, base, strict=True))  # fmt: skip
 
 
-async def test_group_that_names_too_many_versions_is_not_checked_and_not_held_against_its_site(site, honest):
+async def test_group_that_names_too_many_versions_is_never_trained_on_nor_held_against_its_site(site, honest):
     """Each version costs a pull and a forward pass, and a site may name one for every token."""
     first = honest[0].rollouts[0]
     spans = (
@@ -511,8 +521,12 @@ async def test_group_that_names_too_many_versions_is_not_checked_and_not_held_ag
     mixed = with_rollout(honest[0], 0, spans=spans)
     versions = Versions(arena_of(site))
 
-    finding = await examined(verifier_of(site, versions=versions, **{**ALWAYS, "max_versions": 1}), queued(mixed))
-
-    assert finding.reason is None
-    assert "verification.max_versions" in finding.detail
+    # Of a site that is trusted, only one group in twenty is drawn.
+    for num_passed, floor in ((0, 1.0), (10_000, 0.05)):
+        verifier = verifier_of(site, versions=versions, rng=random.Random(0), logprob_floor=floor, max_versions=1)
+        verifier.passed[mixed.id.site] = num_passed
+        finding = await examined(verifier, queued(mixed))
+        assert finding.reason is None
+        assert "verification.max_versions" in finding.detail
     assert versions.asked == []
+    assert VerificationConfig().max_versions == CoordinatorConfig.model_fields["max_staleness_versions"].default + 1

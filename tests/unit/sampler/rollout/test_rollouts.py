@@ -91,7 +91,7 @@ def test_time_of_a_group_begins_behind_the_prompts_that_begin_with_it(parts):
             return super().prompt(index)
 
     builder = dataclasses.replace(maker_of(parts), task=Slow(), clock=clock)
-    drafts, _ = builder.begin(work(0, 1, 2), version=5, state_root=ROOT)
+    drafts, _ = builder.begin(work(0, 1, 2), version=5)
 
     assert [draft.begun_at for draft in drafts] == [clock.monotonic()] * 3
 
@@ -114,7 +114,7 @@ def test_prompts_that_begin_episodes_begin_them_together(parts):
 def made(parts, builder, assignments):
     """Their groups, and the assignments that gave none."""
     engine, _ = parts
-    drafts, _ = builder.begin(assignments, version=5, state_root=ROOT)
+    drafts, _ = builder.begin(assignments, version=5)
     members = generate_all(
         engine,
         [draft.prompt_token_ids for draft in drafts],

@@ -277,7 +277,7 @@ PROMISES = [
     ("docs/untrusted.md", f"that calls half of each group lost has its groups dropped from the {first_dropped()}th on"),
     # As a comment of the constant says: at most 2.9 times as much disk.
     ("docs/view.md", f"about {2.9 * pages.LIMIT_BYTES / 1e9:.0f} GB"),
-    ("deploy/README.md", f"A service that hangs for {notify.HUNG_S:g} s is ended and started again"),
+    ("deploy/README.md", f"A service whose loop hangs for {notify.HUNG_S:g} s is ended and started again"),
     (
         "deploy/README.md",
         f"`docker pause` and `scontrol suspend` count (ranks: {1.25 * DIVIDED.backend.rank_timeout_s:g} s)",

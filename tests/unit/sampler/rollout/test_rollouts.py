@@ -106,7 +106,7 @@ def test_prompts_that_begin_episodes_begin_them_together(parts):
 
     conversations = SimpleNamespace(max_live=8, of=lambda prompt: None)
     builder = dataclasses.replace(maker_of(parts), task=Reset(), conversations=conversations)
-    drafts, _ = builder.begin(work(2, 0, 1), version=5, state_root=ROOT)
+    drafts, _ = builder.begin(work(2, 0, 1), version=5)
 
     assert [draft.prompt.index for draft in drafts] == [2, 0, 1]
 

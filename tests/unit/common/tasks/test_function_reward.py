@@ -36,6 +36,11 @@ def score(prompt, completion, answer):
         pass
     if completion == "end":
         os._exit(3)
+    if completion == "fork":
+        child = os.fork()
+        if child == 0:
+            return -1.0
+        os.waitpid(child, 0)
     if completion == "read":
         return float(len(sys.stdin.read()))
     return {"length": factor * len(completion), "right": float(completion == answer)}
@@ -77,6 +82,8 @@ def test_reward_gives_named_parts_whatever_it_prints_and_reads(place):
 
     assert parts == {"length": float(len(prompt.answer)), "right": 1.0}
     assert task.score(prompt, "read")[0].value == 0.0
+    # Its forked child returns too.
+    assert [task.score(prompt, text)[0].value for text in ("fork", "abc")] == [4.0, 3.0]
     assert task.digest != build_task(TaskConfig(digits=1)).digest
     assert task.evaluation_prompt(0).text
     assert "mytask" not in sys.modules

@@ -62,7 +62,9 @@ class Play:
 
     def step(self, action):
         word, _, rest = action.text.partition(" ")
-        if word == "hang":
+        if word == "write":
+            os.write(int(rest), b'{"used_s": 0}\\n')
+        if word in ("hang", "write"):
             time.sleep(1000)
         while word == "loop":
             pass
@@ -287,6 +289,19 @@ def test_an_exit_of_python_costs_no_sibling(opened):
         with pytest.raises(EnvironmentFailed, match=r"step: SystemExit: no lamp \(.*play.py, line \d+\)"):
             episode.step(Action("leave"))
         assert other.step(Action("x"))
+
+
+def test_an_answer_of_another_request_costs_the_process_of_its_episode(opened):
+    episodes = opened(num_processes=1)
+    with episodes.open({}, seed=1) as episode:
+        process = episode._place.worker.process
+        pipe = Path(f"/proc/self/fd/{process.stdout.fileno()}").readlink()
+        (number,) = [path.name for path in Path(f"/proc/{process.pid}/fd").iterdir() if path.readlink() == pipe]
+        with pytest.raises(ToolLost, match="play:Play, step: its process answered another request"):
+            episode.step(Action(f"write {number}"))
+
+    with episodes.open({}, seed=1) as episode:
+        assert episode.step(Action("x"))
 
 
 def test_what_hangs_is_killed_and_its_siblings_go_on(opened):

@@ -341,7 +341,8 @@ def test_a_worker_that_reads_nothing_is_not_waited_for_either(place, monkeypatch
     assert task.score(task.prompt(0), "x" * 1_000_000)[0].value == 1e6
 
 
-def test_a_process_that_a_reward_started_ends_with_it(place):
+@pytest.mark.parametrize("is_by_kernel", [False, True])
+def test_a_process_that_a_reward_started_ends_with_it(place, is_by_kernel):
     write(place, "mytask/rewards.py", "import subprocess, time, pathlib\n"
           "def score(p, c, a):\n"
           "    child = subprocess.Popen(['sleep', '1000'])\n"
@@ -352,8 +353,9 @@ def test_a_process_that_a_reward_started_ends_with_it(place):
         score = thread.submit(task.score, task.prompt(0), str(written))
         while not (written.exists() and written.read_text()):
             threading.Event().wait(0.02)
-        # As its time limit does.
-        task._reward.pool.workers[0].kill()
+        worker = task._reward.pool.workers[0]
+        # As its time limit does, or as the kernel without memory.
+        os.kill(worker.process.pid, signal.SIGKILL) if is_by_kernel else worker.kill()
         with pytest.raises(RewardError, match="ended by SIGKILL"):
             score.result()
 

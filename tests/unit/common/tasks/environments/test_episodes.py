@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message as Headers
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import HTTPError, URLError
@@ -698,6 +699,25 @@ def test_a_server_of_openenv_that_is_away_ends_a_start_so_that_a_service_manager
     assert (away.value.exit_code, mixed.value.exit_code) == (1, 1)
 
 
+class Schema(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"action": {"properties": {"guess": {"type": "string"}}}}')
+
+
+@pytest.mark.usefixtures("websockets")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_of_openenv_on_this_machine_is_asked_through_no_proxy(opened, monkeypatch, host):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Schema) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            assert opened(f"openenv:http://{host}:{server.server_port}").files_digest
+        finally:
+            server.shutdown()
+
+
 @pytest.mark.usefixtures("websockets")
 @pytest.mark.parametrize(
     ("error", "is_outage"),
@@ -715,6 +735,8 @@ def test_a_server_of_openenv_that_answers_wrongly_needs_its_operator(monkeypatch
         raise error
 
     monkeypatch.setattr(openenv, "urlopen", urlopen)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "")
     with pytest.raises(ConnectionError if is_outage else ValueError, match="^no OpenEnv server answers at http://host"):
         openenv.load("http://host", "")
 

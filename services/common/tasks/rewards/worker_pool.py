@@ -273,7 +273,7 @@ class WorkerPool:
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:
-    """`poll` that keeps the process's number, by which its group can be ended."""
+    """`poll` that keeps the process's number, which names its group."""
     if process.returncode is None:
         with suppress(ChildProcessError):
             found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)

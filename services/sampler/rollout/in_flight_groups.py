@@ -278,7 +278,7 @@ class TurnJournal:
                 await asyncio.to_thread(self.turns.note_resumed, assignments)
 
     async def forget(self, assignments: Collection[int]) -> None:
-        """Delete turns of groups given up; on a full disk a later change does."""
+        """Delete turns of returned groups; with a full disk, later."""
         async with self.lock:
             self._given_up.update(assignments)
             await self._forget()

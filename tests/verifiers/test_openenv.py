@@ -64,9 +64,11 @@ class Server:
 
 
 @pytest.fixture
-def opened():
+def opened(monkeypatch):
     """Makes environments of servers of the game, and ends both."""
     made = []
+    # Nothing listens there.
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
 
     def make(properties=TEXT):
         server = Server(properties)

@@ -23,7 +23,8 @@ from typing import Protocol
 import numpy as np
 
 from heterorl.common.errors import EngineError, PromptRefused
-from heterorl.common.tasks.task import Task
+from heterorl.common.tasks.environments.environment_task import environment_problem
+from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, Span
@@ -191,6 +192,8 @@ def generate_all(
 NUM_SEQUENCES = 4
 MAX_TRIED = 64
 """Held-out prompts that may be refused before the canary fails."""
+MAX_ASKED = 4
+"""Times that an environment is asked for an episode of a held-out prompt."""
 MAX_TOKENS = 64
 """Longest answer; longer ones are cut."""
 
@@ -204,11 +207,16 @@ class ScoredText:
 
 
 def canary_texts(task: Task, prompter: Prompter) -> tuple[ScoredText, ...]:
-    """Held-out prompts with answers and end token; raises PromptRefused without any."""
+    """Held-out prompts with answers and end token.
+
+    Raises:
+        PromptRefused: there are none.
+        ConfigError: an environment begins no episode of one.
+    """
     texts: list[ScoredText] = []
     refused: PromptRefused | None = None
     for index in range(min(MAX_TRIED, task.num_evaluation_prompts)):
-        prompt = task.evaluation_prompt(index)
+        prompt = _begun(task, index)
         try:
             ids = prompter.encode_prompt(prompt)
         except PromptRefused as error:
@@ -222,3 +230,15 @@ def canary_texts(task: Task, prompter: Prompter) -> tuple[ScoredText, ...]:
     if refused is not None and not texts:
         raise refused
     return tuple(texts)
+
+
+def _begun(task: Task, index: int) -> Prompt:
+    """A held-out prompt, asked for again while its environment fails.
+    Without it this node would compare other texts than all others."""
+    num_asked = 1
+    while (failure := (prompt := task.evaluation_prompt(index)).failure) is not None:
+        if num_asked == MAX_ASKED:
+            raise environment_problem(f"an episode of held-out prompt {index}", failure) from failure
+        num_asked += 1
+        _LOG.warning("held-out prompt %d is asked for again: %s", index, prompt.refusal)
+    return prompt

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, BinaryIO
@@ -89,6 +90,17 @@ def usable(key: str, directory: Path) -> Iterator[None]:
     except OSError as error:
         action = "name a directory that this user can write"
         raise ConfigError(key, f"{directory} cannot be used: {error.strerror}", action=action) from error
+
+
+def has_no_room(directory: Path) -> bool:
+    """Whether a file of one block finds no room there."""
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            file.write(bytes(1 << 16))
+            os.fsync(file.fileno())
+    except OSError as error:
+        return error.errno in NO_ROOM
+    return False
 
 
 def _number_of(error: Exception) -> int | None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, Protocol
 
-from heterorl.common.errors import AnswerUnreadable, RewardError
+from heterorl.common.errors import AnswerUnreadable, EpisodeError, RewardError
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
@@ -43,6 +43,8 @@ class Prompt:
     """Columns of the row except the prompt; a reward function may ask for them."""
     refusal: str = ""
     """Why it cannot be generated from; empty where it can."""
+    failure: EpisodeError | None = field(default=None, compare=False, repr=False)
+    """The error behind a refusal that another attempt may not have."""
 
     @property
     def shown(self) -> str:

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import os
 import sqlite3
-import tempfile
 from pathlib import Path
 
 from heterorl.common.errors import CorruptStore, DiskFull
-from heterorl.common.process.files import NO_ROOM, make_directory
+from heterorl.common.process.files import NO_ROOM, has_no_room, make_directory
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import Fault
 from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, SCHEMA, SCHEMA_VERSION
@@ -59,22 +58,11 @@ class SqliteEngine:
             return Fault.OPERATION
         code = getattr(error, "sqlite_errorcode", None)
         # SQLite tells a full quota from no other failed write.
-        is_quota = code == sqlite3.SQLITE_IOERR_WRITE and _has_no_room(self._path.parent)
+        is_quota = code == sqlite3.SQLITE_IOERR_WRITE and has_no_room(self._path.parent)
         return Fault.FULL if code == sqlite3.SQLITE_FULL or is_quota else Fault.FATAL
 
     def close(self) -> None:
         self.connection.close()
-
-
-def _has_no_room(directory: Path) -> bool:
-    """Whether a file of one block finds no room there."""
-    try:
-        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
-            file.write(bytes(1 << 16))
-            os.fsync(file.fileno())
-    except OSError as error:
-        return error.errno in NO_ROOM
-    return False
 
 
 def connect(path: Path) -> sqlite3.Connection:

@@ -30,7 +30,7 @@ import xxhash
 
 from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, HeterorlError, MalformedPayload
 from heterorl.common.process import metrics
-from heterorl.common.process.files import make_directory, sync_directory, try_lock, usable
+from heterorl.common.process.files import has_no_room, make_directory, sync_directory, try_lock, usable
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import Group, GroupId, SealedGroup
 from heterorl.common.wire.sealed_groups import read_sealed, seal
@@ -406,7 +406,10 @@ def typed(error: sqlite3.Error, path: Path) -> HeterorlError:
     code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
     if code == sqlite3.SQLITE_FULL:
         return DiskFull(str(path.parent))
-    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and shutil.disk_usage(path.parent).free < NO_ROOM_BYTES:
+    # SQLite tells a full quota from no other failed write.
+    if code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and (
+        shutil.disk_usage(path.parent).free < NO_ROOM_BYTES or has_no_room(path.parent)
+    ):
         return DiskFull(str(path.parent))
     if code in _DAMAGED:
         return CorruptStore(f"{path}: {error}", action="restart: the file is set aside and a new one begins")

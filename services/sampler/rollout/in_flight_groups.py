@@ -220,6 +220,8 @@ class TurnJournal:
         self.lock = asyncio.Lock()
         """Held while the outbox's file gets turns or loses them."""
         self._noted: list[tuple[GroupDraft, KeptTurn]] = []
+        self._given_up: set[int] = set()
+        """Assignments whose turns must go, and stayed on a full disk."""
 
     @property
     def is_written(self) -> bool:
@@ -263,6 +265,7 @@ class TurnJournal:
     async def write(self, in_flight: Container[int]) -> None:
         """Write noted turns of these groups, if the disk has room."""
         async with self.lock:
+            await self._forget()
             noted, self._noted = self._noted, []
             turns = [turn for draft, turn in noted if draft.key in in_flight]
             if turns:
@@ -275,10 +278,16 @@ class TurnJournal:
                 await asyncio.to_thread(self.turns.note_resumed, assignments)
 
     async def forget(self, assignments: Collection[int]) -> None:
-        """Delete turns of groups given up; on a full disk they stay."""
+        """Delete turns of returned groups; with a full disk, later."""
         async with self.lock:
-            with contextlib.suppress(DiskFull):
-                await asyncio.to_thread(self.turns.forget, assignments)
+            self._given_up.update(assignments)
+            await self._forget()
+
+    async def _forget(self) -> None:
+        with contextlib.suppress(DiskFull):
+            if self._given_up:
+                await asyncio.to_thread(self.turns.forget, tuple(self._given_up))
+            self._given_up.clear()
 
 
 def turns_of(left: KeptGroup, member: int) -> list[tuple[Int32Array, Completion]]:

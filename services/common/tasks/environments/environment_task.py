@@ -200,11 +200,13 @@ class EnvironmentTask(TaskWrapper):
 
     def _asked(self, prompt: Prompt, *, is_held_out: bool) -> EnvironmentPrompt:
         row, first = _row(prompt), None
+        failure: EpisodeError | None = None
         refusal = self._lacks(row)
         if not (refusal or self._episodes.keeps_prompts):
             try:
                 first = self._first(prompt.index, is_held_out)
             except EpisodeError as error:
+                failure = error
                 refusal = f"no episode of prompt {prompt.index} begins: {error} ({cure_of(error)})"
         text, messages, said = prompt.text, prompt.messages, first
         if first is not None:
@@ -217,7 +219,7 @@ class EnvironmentTask(TaskWrapper):
         return EnvironmentPrompt(
             index=prompt.index, text=text, answer=prompt.answer, messages=messages, columns=prompt.columns,
             refusal=refusal, row=row, seed=seed_of(prompt.index, is_held_out=is_held_out, seed=self._seed),
-            first=said,
+            first=said, failure=failure,
         )  # fmt: skip
 
     def _reset(self, index: int, is_held_out: bool) -> tuple[Message, ...] | None:

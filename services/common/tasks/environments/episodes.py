@@ -39,6 +39,8 @@ _PACKAGES = {
     "textarena": ("textarena", "games"), "openenv": ("websockets", "openenv"), "verifiers": ("verifiers", "verifiers"),
 }  # fmt: skip
 """Packages that a kind needs, and their extras."""
+_FIELDS = {"open": {"first"}, "step": {"messages", "done"}, "score": {"parts"}, "close": set[str]()}
+"""Fields of the reply to each kind of request."""
 _KEY = "task.environment"
 _EXAMPLES = (
     "for example mytask.games:Guess, a class in mytask/games.py; tools.py; textarena:GuessTheNumber-v0; "
@@ -265,10 +267,15 @@ class Episode:
             # Another episode of this place started a new one.
             raise WorkerLost("its process has ended")
         try:
-            return worker.ask(request, starts=starts)
+            reply = worker.ask(request, starts=starts)
         finally:
             if starts:
                 self._process = worker.process
+        if not reply.keys() >= _FIELDS[request["do"]]:
+            # Its next answers could belong to other requests too.
+            worker.close()
+            raise WorkerLost("its process answered another request")
+        return reply
 
 
 def _parsed(name: str) -> dict[str, str]:

@@ -30,7 +30,14 @@ from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
 from heterorl.common.tasks.environments.openai_chat import OVER, RequestRefused
-from heterorl.common.tasks.environments.openai_endpoint import MODEL, Endpoint, EndpointEpisode, over
+from heterorl.common.tasks.environments.openai_endpoint import (
+    LOOPBACK,
+    MODEL,
+    Endpoint,
+    EndpointEpisode,
+    except_loopback,
+    over,
+)
 from heterorl.common.tasks.rewards.worker_main import LoadError, imported, refuse_two, reward_files
 from heterorl.common.tasks.task import Message
 
@@ -40,7 +47,6 @@ _KEY_VARIABLE = "HETERORL_EPISODE_API_KEY"
 """verifiers hides variables with such a name from programs that it starts."""
 _COUNTED = 64
 """Tasks of an endless taskset that its digest counts."""
-_LOOPBACK = ("127.0.0.1", "::1", "localhost")
 _PR_SET_PDEATHSIG = 1
 _LIBC = ctypes.CDLL(None)
 _FRAME = re.compile(r'^ *File "([^"]+)", line (\d+)', re.MULTILINE)
@@ -53,9 +59,7 @@ def load(name: str, directory: str) -> tuple[Callable[[], VerifiersEpisode], dic
         ImportError: verifiers is not installed.
         ValueError: there is no such environment, or it cannot be played here.
     """
-    # No proxy stands between the processes of this machine; clients read that when they are made.
-    known = os.environ.get("NO_PROXY", os.environ.get("no_proxy", ""))
-    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(filter(None, [known, "127.0.0.1"]))
+    except_loopback()
     vf = importlib.import_module("verifiers.v1")
     chat = importlib.import_module("heterorl.common.tasks.environments.verifiers_chat")
     raw = _configured(name, directory)
@@ -140,7 +144,7 @@ def _refuse_judges(vf: Any, config: Any) -> None:
     task = config.taskset.task
     judges = [*task.judges, *(value for _, value in task if isinstance(value, vf.JudgeConfig))]
     for judge in judges:
-        if urlsplit(judge.base_url).hostname not in _LOOPBACK and not os.environ.get(judge.api_key_var):
+        if urlsplit(judge.base_url).hostname not in LOOPBACK and not os.environ.get(judge.api_key_var):
             words = f"its rubric asks the model {judge.model} at {judge.base_url}, over the network"
             raise ValueError(f"{words}: set {judge.api_key_var} on every node, or the base_url of a server of yours")
 

@@ -66,9 +66,17 @@ def serve(job: dict[str, Any] | None = None) -> None:
     # Loaded code must not read or write the two pipes.
     out, requests = os.fdopen(os.dup(1), "wb", buffering=0), os.fdopen(os.dup(0), "rb")
     os.dup2(2, 1)
-    nothing = os.open(os.devnull, os.O_RDONLY)
+    nothing = os.open(os.devnull, os.O_RDWR)
     os.dup2(nothing, 0)
-    os.close(nothing)
+
+    served = os.getpid()
+
+    def leave_pipes() -> None:
+        for pipe in (out, requests) if os.getppid() == served else ():
+            os.dup2(nothing, pipe.fileno(), inheritable=False)
+
+    # A forked child that returns from its code must neither read requests nor answer them.
+    os.register_at_fork(after_in_child=leave_pipes)
     # Out of memory, the kernel should kill this process, not its service.
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("500", encoding="ascii")

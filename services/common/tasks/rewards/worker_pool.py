@@ -131,7 +131,7 @@ class WorkerProcess:
 
     @property
     def is_running(self) -> bool:
-        return self.process is not None and self.process.poll() is None
+        return self.process is not None and _status(self.process) is None
 
     def ask(self, request: Mapping[str, Any], *, starts: bool = True) -> dict[str, Any]:
         """The answer to a request; `starts` starts an ended process again.
@@ -150,7 +150,7 @@ class WorkerProcess:
             limits = {"cpu_s": self.cpu_s, "limit_s": self.timeout_s + _GRACE_S}
             reply = self._exchange({**request, **limits}, self.timeout_s)
         except (OSError, ValueError, TimeoutError) as error:
-            is_spent = self.process is not None and self.process.poll() == -signal.SIGPROF
+            is_spent = self.process is not None and _status(self.process) == -signal.SIGPROF
             self.close()
             if is_spent:
                 raise OutOfTime(f"no answer in {self.cpu_s:g} s of processor time") from error
@@ -272,6 +272,17 @@ class WorkerPool:
             return (self._running or self._idle).pop()
 
 
+def _status(process: subprocess.Popen[bytes]) -> int | None:
+    """`poll` that keeps the process's number, which names its group."""
+    if process.returncode is None:
+        with suppress(ChildProcessError):
+            found = os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if found is None:
+                return None
+            return found.si_status if found.si_code == os.CLD_EXITED else -found.si_status
+    return process.poll()
+
+
 def _signal(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError, PermissionError):
         # No other process has its number before it is waited for.
@@ -367,10 +378,14 @@ def converse(process: subprocess.Popen[bytes], line: bytes, timeout_s: float) ->
 
 
 def _how_it_ended(process: subprocess.Popen[bytes]) -> str:
+    descriptor, poll = os.pidfd_open(process.pid), select.poll()
     try:
-        return f"the process {how_it_ended(process.wait(_GRACE_S))}"
-    except subprocess.TimeoutExpired:
-        return "the process closed its pipe"
+        poll.register(descriptor, select.POLLIN)
+        poll.poll(_GRACE_S * 1000)
+    finally:
+        os.close(descriptor)
+    code = _status(process)
+    return "the process closed its pipe" if code is None else f"the process {how_it_ended(code)}"
 
 
 NEAR = 0.25

@@ -36,6 +36,11 @@ def score(prompt, completion, answer):
         pass
     if completion == "end":
         os._exit(3)
+    if completion == "fork":
+        child = os.fork()
+        if child == 0:
+            return -1.0
+        os.waitpid(child, 0)
     if completion == "read":
         return float(len(sys.stdin.read()))
     return {"length": factor * len(completion), "right": float(completion == answer)}
@@ -77,6 +82,8 @@ def test_reward_gives_named_parts_whatever_it_prints_and_reads(place):
 
     assert parts == {"length": float(len(prompt.answer)), "right": 1.0}
     assert task.score(prompt, "read")[0].value == 0.0
+    # Its forked child returns too.
+    assert [task.score(prompt, text)[0].value for text in ("fork", "abc")] == [4.0, 3.0]
     assert task.digest != build_task(TaskConfig(digits=1)).digest
     assert task.evaluation_prompt(0).text
     assert "mytask" not in sys.modules
@@ -334,7 +341,8 @@ def test_a_worker_that_reads_nothing_is_not_waited_for_either(place, monkeypatch
     assert task.score(task.prompt(0), "x" * 1_000_000)[0].value == 1e6
 
 
-def test_a_process_that_a_reward_started_ends_with_it(place):
+@pytest.mark.parametrize("is_by_kernel", [False, True])
+def test_a_process_that_a_reward_started_ends_with_it(place, is_by_kernel):
     write(place, "mytask/rewards.py", "import subprocess, time, pathlib\n"
           "def score(p, c, a):\n"
           "    child = subprocess.Popen(['sleep', '1000'])\n"
@@ -345,8 +353,9 @@ def test_a_process_that_a_reward_started_ends_with_it(place):
         score = thread.submit(task.score, task.prompt(0), str(written))
         while not (written.exists() and written.read_text()):
             threading.Event().wait(0.02)
-        # As its time limit does.
-        task._reward.pool.workers[0].kill()
+        worker = task._reward.pool.workers[0]
+        # As its time limit does, or as the kernel without memory.
+        os.kill(worker.process.pid, signal.SIGKILL) if is_by_kernel else worker.kill()
         with pytest.raises(RewardError, match="ended by SIGKILL"):
             score.result()
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import CorruptStore, Draining, InvalidRequest, StoreFull
+from heterorl.common.process import files
 from heterorl.coordinator.offline.history import read_histories
 from heterorl.coordinator.store import sqlite as sqlite_engine
 from heterorl.coordinator.store.database import get_meta, set_meta
@@ -266,7 +267,7 @@ async def test_full_quota_fails_one_operation_and_another_failed_write_ends_the_
             raise OSError(problem, "Disk quota exceeded")
         return tempfile.NamedTemporaryFile(**wanted)
 
-    monkeypatch.setattr(sqlite_engine.tempfile, "TemporaryFile", probe)
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", probe)
     with monkeypatch.context() as patch:
         patch.setattr(database._engine, "commit", refuses)
         with pytest.raises(error):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import errno
 import os
 import sqlite3
 import tracemalloc
@@ -11,9 +12,10 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, CorruptStore, DiskFull, MalformedPayload
+from heterorl.common.process import files
 from heterorl.common.types.rollout import Span
 from heterorl.common.wire.sealed_groups import open_group, seal
-from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.outbox.outbox import Outbox, typed
 from tests.support.outboxes import spooled_groups
 from tests.support.run import rollout
 
@@ -302,6 +304,19 @@ def test_full_disk_is_typed_and_leaves_the_spool_as_it_was(tmp_path):
     outbox.put(long, release=[0.0])
     assert outbox.level().num_groups == 2
     outbox.close()
+
+
+@pytest.mark.parametrize(("problem", "kind"), [(errno.EDQUOT, DiskFull), (errno.EROFS, CorruptStore)])
+def test_full_quota_is_a_full_disk_and_another_failed_write_is_none(tmp_path, monkeypatch, problem, kind):
+    failed = sqlite3.OperationalError("disk I/O error")
+    failed.sqlite_errorcode = sqlite3.SQLITE_IOERR_WRITE
+
+    def probe(**_wanted):
+        raise OSError(problem, os.strerror(problem))
+
+    monkeypatch.setattr(files.tempfile, "TemporaryFile", probe)
+
+    assert type(typed(failed, tmp_path / "outbox.sqlite")) is kind
 
 
 def test_what_is_pushed_at_once_is_bounded_by_bytes_and_never_empty(tmp_path):

@@ -9,10 +9,13 @@ import pytest
 
 from heterorl.common.errors import DiskFull
 from heterorl.common.process import metrics
+from heterorl.common.process.clock import Bell
 from heterorl.common.types.rollout import GIVEN, Span
 from heterorl.sampler.outbox import turn_store as kept_turns
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.outbox.turn_store import KeptTurn
+from heterorl.sampler.rollout.in_flight_groups import TurnJournal
+from tests.support.clock import ManualClock
 from tests.support.outboxes import spooled_groups
 
 BEGUN = 100.0
@@ -93,6 +96,23 @@ def test_turns_of_a_group_that_was_given_up_are_gone(outbox, tmp_path):
     outbox.turns.forget([0])
 
     assert outbox.assignments() == (7,)
+
+
+@pytest.mark.parametrize(("others", "left"), [((), (7,)), ((7,), ())])
+async def test_turns_that_a_full_disk_kept_go_with_the_next_change(outbox, tmp_path, monkeypatch, others, left):
+    outbox.turns.keep([*turns_of(outbox, tmp_path), *turns_of(outbox, tmp_path, assignment=7)])
+    journal = TurnJournal(
+        turns=outbox.turns, left=(), state_roots=dict, clock=ManualClock(), now=lambda: BEGUN, news=Bell()
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(outbox.turns, "_transaction", _full)
+        await journal.forget([0])
+    assert outbox.assignments() == (0, 7)
+
+    # This process may be handed the same assignment again.
+    await (journal.forget(others) if others else journal.write(()))
+
+    assert outbox.assignments() == left
 
 
 @pytest.mark.parametrize("column", ["payload", "begun", "seed", "checksum"])

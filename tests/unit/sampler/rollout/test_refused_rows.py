@@ -8,7 +8,7 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from heterorl.common.errors import ConfigError, EngineError, PromptTooLong, RewardError
+from heterorl.common.errors import ConfigError, EngineError, PromptTooLong, RewardError, ServiceUnreachable
 from heterorl.common.generation.inference_engine import NUM_SEQUENCES, canary_texts
 from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.process import metrics
@@ -299,3 +299,42 @@ def test_canary_leaves_out_held_out_prompts_that_are_refused(prompter, tmp_path)
     wanted = [prompter.encode_prompt(task.prompt(index)).tolist() for index in (1, 3, 4, 5)]
     assert [text.prompt.tolist() for text in texts] == wanted
     assert len(texts) == NUM_SEQUENCES
+
+
+FLAKY = """
+import pathlib
+
+class Flaky:
+    def reset(self, row, *, seed):
+        path = pathlib.Path("failures")
+        left = int(path.read_text())
+        if seed == 3 and left:
+            path.write_text(str(left - 1))
+            raise ConnectionError("the server restarts")
+        return "q " * seed
+
+    def step(self, action):
+        return None
+
+    def score(self):
+        return 1.0
+"""
+
+
+@pytest.mark.process
+def test_canary_of_an_environment_is_the_same_after_failures_or_the_start_ends(prompter, tmp_path, caplog):
+    (tmp_path / "flaky.py").write_text(FLAKY)
+
+    def ids_of(num_failures):
+        (tmp_path / "failures").write_text(str(num_failures))
+        options = {"environment": "flaky:Flaky", "environment_path": str(tmp_path), "evaluation_size": 8}
+        task = build_task(TaskConfig(name="seeds", **options))
+        try:
+            return [text.prompt.tolist() for text in canary_texts(task, prompter)]
+        finally:
+            close_task(task)
+
+    assert ids_of(2) == ids_of(0)
+    assert caplog.text.count("held-out prompt 1 is asked for again: no episode of prompt 1 begins") == 2
+    with pytest.raises(ServiceUnreachable, match="an episode of held-out prompt 1: .*the server restarts"):
+        ids_of(100)

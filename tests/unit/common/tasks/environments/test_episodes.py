@@ -9,6 +9,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from email.message import Message as Headers
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import HTTPError, URLError
@@ -62,7 +63,9 @@ class Play:
 
     def step(self, action):
         word, _, rest = action.text.partition(" ")
-        if word == "hang":
+        if word == "write":
+            os.write(int(rest), b'{"used_s": 0}\\n')
+        if word in ("hang", "write"):
             time.sleep(1000)
         while word == "loop":
             pass
@@ -287,6 +290,19 @@ def test_an_exit_of_python_costs_no_sibling(opened):
         with pytest.raises(EnvironmentFailed, match=r"step: SystemExit: no lamp \(.*play.py, line \d+\)"):
             episode.step(Action("leave"))
         assert other.step(Action("x"))
+
+
+def test_an_answer_of_another_request_costs_the_process_of_its_episode(opened):
+    episodes = opened(num_processes=1)
+    with episodes.open({}, seed=1) as episode:
+        process = episode._place.worker.process
+        pipe = Path(f"/proc/self/fd/{process.stdout.fileno()}").readlink()
+        (number,) = [path.name for path in Path(f"/proc/{process.pid}/fd").iterdir() if path.readlink() == pipe]
+        with pytest.raises(ToolLost, match="play:Play, step: its process answered another request"):
+            episode.step(Action(f"write {number}"))
+
+    with episodes.open({}, seed=1) as episode:
+        assert episode.step(Action("x"))
 
 
 def test_what_hangs_is_killed_and_its_siblings_go_on(opened):
@@ -683,6 +699,25 @@ def test_a_server_of_openenv_that_is_away_ends_a_start_so_that_a_service_manager
     assert (away.value.exit_code, mixed.value.exit_code) == (1, 1)
 
 
+class Schema(BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b'{"action": {"properties": {"guess": {"type": "string"}}}}')
+
+
+@pytest.mark.usefixtures("websockets")
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_server_of_openenv_on_this_machine_is_asked_through_no_proxy(opened, monkeypatch, host):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    with ThreadingHTTPServer(("127.0.0.1", 0), Schema) as server:
+        threading.Thread(target=server.serve_forever).start()
+        try:
+            assert opened(f"openenv:http://{host}:{server.server_port}").files_digest
+        finally:
+            server.shutdown()
+
+
 @pytest.mark.usefixtures("websockets")
 @pytest.mark.parametrize(
     ("error", "is_outage"),
@@ -700,6 +735,8 @@ def test_a_server_of_openenv_that_answers_wrongly_needs_its_operator(monkeypatch
         raise error
 
     monkeypatch.setattr(openenv, "urlopen", urlopen)
+    for name in ("NO_PROXY", "no_proxy"):
+        monkeypatch.setenv(name, "")
     with pytest.raises(ConnectionError if is_outage else ValueError, match="^no OpenEnv server answers at http://host"):
         openenv.load("http://host", "")
 

@@ -22,7 +22,7 @@ from typing import Protocol
 
 import numpy as np
 
-from heterorl.common.errors import EngineError, PromptRefused
+from heterorl.common.errors import EngineError, PromptRefused, ServiceUnreachable, ToolLost
 from heterorl.common.tasks.environments.environment_task import environment_problem
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.text.prompter import Prompter
@@ -211,7 +211,7 @@ def canary_texts(task: Task, prompter: Prompter) -> tuple[ScoredText, ...]:
 
     Raises:
         PromptRefused: there are none.
-        ConfigError: an environment begins no episode of one.
+        ConfigError: an environment does not answer.
     """
     texts: list[ScoredText] = []
     refused: PromptRefused | None = None
@@ -238,7 +238,11 @@ def _begun(task: Task, index: int) -> Prompt:
     num_asked = 1
     while (failure := (prompt := task.evaluation_prompt(index)).failure) is not None:
         if num_asked == MAX_ASKED:
-            raise environment_problem(f"an episode of held-out prompt {index}", failure) from failure
+            problem = environment_problem(f"an episode of held-out prompt {index}", failure)
+            if isinstance(failure, ToolLost) or isinstance(problem, ServiceUnreachable):
+                raise problem from failure
+            # Every node leaves this row out: the environment's code fails with it.
+            return prompt
         num_asked += 1
         _LOG.warning("held-out prompt %d is asked for again: %s", index, prompt.refusal)
     return prompt

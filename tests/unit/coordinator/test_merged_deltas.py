@@ -291,7 +291,7 @@ async def test_learner_cannot_publish_a_merged_delta(tmp_path):
         payload = PayloadRef(kind=PayloadKind.MERGED, from_version=-1, to_version=2, digest="0" * 64, num_bytes=1)
         request = await run.prepare()
         wrong = (*manifest_from_bytes(request.manifest).payloads, payload)
-        core.blobs.path(payload.digest).parent.mkdir()
+        core.blobs.path(payload.digest).parent.mkdir(exist_ok=True)
         core.blobs.path(payload.digest).write_bytes(b"x")
 
         with pytest.raises(InvalidRequest, match="only the coordinator makes"):

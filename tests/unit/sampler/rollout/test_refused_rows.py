@@ -311,6 +311,8 @@ class Flaky:
         if seed == 3 and left:
             path.write_text(str(left - 1))
             raise ConnectionError("the server restarts")
+        if seed == 4:
+            raise KeyError("a row that no node can play")
         return "q " * seed
 
     def step(self, action):

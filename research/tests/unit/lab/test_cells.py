@@ -19,7 +19,7 @@ from heterorl_research.lab.run import find_experiment
 WITH_PROTOCOL = [
     "horizon", "sawtooth", "ladder", "plane", "lengths", "long", "clips", "clips256", "candidates", "candidates_ends",
     "confirm", "arms", "s6_latency", "whole", "whole_ends", "whole_lengths", "gates21", "gates101", "stale2026_t21",
-    "stale2026_t101", "warmup21", "reference", "cliff301", "stale2026",
+    "stale2026_t101", "stale2026_t101_256", "warmup21", "reference", "cliff301", "stale2026",
 ]  # fmt: skip
 SHIPPED = [
     "quick", "stale64", "stale256", "latency1800", "sweeps", "recommend", "tasks", "s7_sweeps", "large", "cliff1001",

@@ -226,11 +226,22 @@ class CountingThreads(ThreadPoolExecutor):
 
     def submit(self, function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         self.num_busy += 1
-        future = super().submit(function, *args, **kwargs)
+        answer: Future[Any] = Future()
         loop = asyncio.get_running_loop()
-        # Counted down after the waiter's own callback was scheduled.
-        future.add_done_callback(lambda _: loop.call_soon_threadsafe(self._end))
-        return future
+
+        def work() -> None:
+            if answer.set_running_or_notify_cancel():
+                try:
+                    result = function(*args, **kwargs)
+                except BaseException as error:
+                    answer.set_exception(error)
+                else:
+                    answer.set_result(result)
+            # Behind the waiter's own callback, which `answer` has called, and the step that this schedules.
+            loop.call_soon_threadsafe(loop.call_soon, self._end)
+
+        super().submit(work)
+        return answer
 
     def _end(self) -> None:
         self.num_busy -= 1

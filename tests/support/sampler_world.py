@@ -233,7 +233,7 @@ class CountingThreads(ThreadPoolExecutor):
             if answer.set_running_or_notify_cancel():
                 try:
                     result = function(*args, **kwargs)
-                except BaseException as error:
+                except BaseException as error:  # noqa: BLE001
                     answer.set_exception(error)
                 else:
                     answer.set_result(result)

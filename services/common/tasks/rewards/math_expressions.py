@@ -292,7 +292,7 @@ _NORMAL = replace(LatexExtractionConfig().normalization_config, units=False)
 
 
 def readings(text: str) -> list[Any]:
-    """Meanings of a stated answer; option and value count apart and together, and 100,200 is also a list."""
+    """Meanings of a stated answer; option and value count apart and together."""
     inner = unwrap(signs_as_latex(text))
     if _OPTION_NAMED.match(plain := _TEXT.sub(r"\1", inner)):
         inner = plain = _OPTION_NAMED.sub("", plain)

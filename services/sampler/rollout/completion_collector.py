@@ -96,9 +96,11 @@ class CompletionCollector:
         return [*drafts, *self.outbox_writer.assignments, *returned]
 
     def begin(self, drafts: Sequence[GroupDraft]) -> None:
+        now = self.clock.monotonic()
         for draft in drafts:
+            draft.version, draft.begun_at = self.swap.version, now
             self.drafts.begin(draft)
-        self.groups.work(True, self.clock.monotonic())
+        self.groups.work(True, now)
 
     def resume(self, draft: GroupDraft, left: KeptGroup, tasks: asyncio.TaskGroup) -> None:
         assert self._runner is not None, "it has a conversation"

@@ -52,9 +52,9 @@ class GroupDraft:
     prompt: Prompt
     prompt_token_ids: Int32Array
     seed: int
-    version: int
+    version: int = 0
     """The version loaded when the group began: no token is of an older one."""
-    begun_at: float
+    begun_at: float = 0.0
     is_seeded: bool = False
     """See Group."""
     conversation: Conversation | None = None

@@ -244,6 +244,48 @@ async def test_no_more_groups_begin_than_can_play(play):
     await world.until_acknowledged(6)
 
 
+async def test_members_go_on_while_the_prompts_of_new_groups_begin(play, monkeypatch):
+    games = Games(length=2)
+    games.go.clear()
+    world = await play(games, work_ahead_s=10.0)
+    submit, prompt, submitted, went_on = world.engine.submit, world.task.prompt, threading.Event(), []
+
+    def submitting(request):
+        submit(request)
+        if request.num_completions == 1:
+            submitted.set()
+
+    def slow(index):
+        if world.engine.num_batches:
+            games.go.set()
+            went_on.append(submitted.wait(WAIT_S))
+        return prompt(index)
+
+    world.engine.submit = submitting
+    monkeypatch.setattr(world.task, "prompt", slow)
+    await world.until(lambda: bool(went_on))
+
+    assert all(went_on)
+    await world.until_acknowledged(1)
+
+
+async def test_time_of_a_group_begins_behind_its_prompt(play, monkeypatch):
+    world = await play(Games(length=1))
+    prompt, loop = world.task.prompt, asyncio.get_running_loop()
+
+    async def pass_time():
+        world.clock.advance(40.0)
+
+    def slow(index):
+        asyncio.run_coroutine_threadsafe(pass_time(), loop).result()
+        return prompt(index)
+
+    monkeypatch.setattr(world.task, "prompt", slow)
+    (group, *_) = await collected(world, monkeypatch)
+
+    assert 0.0 <= group.generation_s < 40.0
+
+
 async def test_group_begins_when_the_members_that_go_on_leave_room(play):
     games = Games(length=2, held_at=9)
     real = games.step

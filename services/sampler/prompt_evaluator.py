@@ -271,6 +271,7 @@ class PromptEvaluator:
             if one is None or len(ended) == count:
                 done.set_result(one is not None)
 
+        evaluation_requests.longest = max(evaluation_requests.longest, spec.draws.max_new_tokens)
         evaluation_requests.add(request.key, count, on_end)
         # The thread cannot be cancelled: its callback still notes whether the engine took the request.
         submitting = asyncio.ensure_future(asyncio.to_thread(self.engine.submit, request))

@@ -95,6 +95,7 @@ async def _sample(config: SamplerConfig, process: notify.Process) -> None:
             sampler = await _built(config, api, outbox, process)
             if sampler is None:
                 return
+            process.watch.silent_s = sampler.generation.collector.silent_s
             try:
                 if joined is not None:
                     joined.check(sampler.session.registration.contract)

@@ -42,6 +42,10 @@ LAST_SCORES_S = 3.0
 HAND_BACK_S = 3.0
 """Longest wait at an end for a coordinator that takes assignments back."""
 LOG_EVERY_S = 60.0
+HUNG_S, HUNG_TIMES = 600.0, 10.0
+"""An engine may give nothing for so long, and for so many times its longest completion."""
+SWAP_S = 3600.0
+"""And for so long while it swaps: the limits of vLLM's swap."""
 _RETURNED_AS = {
     FinishReason.REWARD_FAILED: ReturnReason.REWARD_FAILED,
     FinishReason.ENGINE_FAILED: ReturnReason.ENGINE_FAILED,
@@ -79,6 +83,10 @@ class CompletionCollector:
                 max_live=own.conversations.max_live, max_new_tokens=own.max_new_tokens,
                 max_trajectory_tokens=own.max_trajectory_tokens, clock=self.clock, note=self.journal.note,
             )  # fmt: skip
+        self._pass_s: float | None = None
+        """When the engine was asked, or has swapped since; None: it is not asked."""
+        self._token_s = 0.0
+        """Most seconds a token of a completion took."""
         self._scoring: dict[int, list[asyncio.Task[None]]] = {}
         self.turns: list[Turn] = []
         """Members whose next turn can be submitted."""
@@ -162,6 +170,7 @@ class CompletionCollector:
             ended: list[Finished | Lost] = []
             was_swapping = self.swap.running.locked()
             if self.drafts.num_running or self.evaluation_requests.num_running:
+                self._pass_s = self.clock.monotonic()
                 try:
                     ended = await asyncio.to_thread(self.engine.collect)
                 except EngineError as error:
@@ -171,11 +180,32 @@ class CompletionCollector:
                     if reason is not None:
                         self.swap.note_failure(error)
                     self.news.ring()
+                self._note_pass(ended)
             if ended:
                 self._take_in(ended, tasks, lost_by=self._lost_by(was_swapping=was_swapping))
                 self.news.ring()
             else:
                 await ticket.wait()
+
+    def note_swapped(self) -> None:
+        """Count the silence of the engine from now."""
+        if self._pass_s is not None:
+            self._pass_s = self.clock.monotonic()
+
+    def _note_pass(self, ended: Sequence[Finished | Lost]) -> None:
+        sizes = [one.completion.token_ids.size for one in ended if isinstance(one, Finished)]
+        assert self._pass_s is not None, "the pass began"
+        if any(sizes):
+            self._token_s = max(self._token_s, (self.clock.monotonic() - self._pass_s) / max(sizes))
+        self._pass_s = None
+
+    def silent_s(self) -> float:
+        """Seconds by which a hung engine is late; 0 before its first completions."""
+        if self._pass_s is None or not self._token_s:
+            return 0.0
+        longest_s = self._token_s * max(self.builder.max_new_tokens, self.evaluation_requests.longest)
+        limit_s = max(HUNG_S, HUNG_TIMES * longest_s) + SWAP_S * self.swap.running.locked()
+        return max(0.0, self.clock.monotonic() - self._pass_s - limit_s)
 
     def _lost_by(self, *, was_swapping: bool) -> ReturnReason | None:
         """Why an engine lost rows; None by a swap."""

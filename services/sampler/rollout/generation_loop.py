@@ -221,6 +221,7 @@ class GenerationLoop:
             await self.swap.take(pulled)
         finally:
             self.is_swapping = False
+            self.collector.note_swapped()
         if self.swap.version == pulled.version:
             # Work refused to the old version may be granted to the new one.
             self._work.ask_time = self.clock.monotonic()

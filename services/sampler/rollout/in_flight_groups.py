@@ -122,6 +122,8 @@ class EvaluationRequests(EngineRequests[OnEnd]):
         """Whether newer weights wait."""
         self.is_expected = False
         """Whether a drained run continues until the evaluations end."""
+        self.longest = 0
+        """Most tokens of a completion that was requested."""
 
     def take(self, one: Finished | Lost) -> bool:
         """Hand over what ended; returns whether it belongs to an evaluation."""

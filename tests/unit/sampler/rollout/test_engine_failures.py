@@ -10,8 +10,10 @@ from heterorl.common.errors import ConfigError, DiskFull, EngineDied, Permission
 from heterorl.common.generation.inference_engine import Lost, ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import ReturnReason
+from heterorl.sampler.rollout.completion_collector import HUNG_S, HUNG_TIMES, SWAP_S
 from heterorl.sampler.rollout.in_flight_groups import MAX_NOTED, NAME, InFlightNote
 from heterorl.sampler.trust_record import RunReplaced
+from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
 
 
@@ -49,6 +51,60 @@ async def test_engine_that_fails_its_canary_gets_the_version_again_and_no_work_m
     assert failures("stale") == before + 4
     assert [version for version, _ in world.engine.loaded] == [0, 1]
     assert world.sampler.generation.reported().policy_version == 1
+
+
+@pytest.fixture
+async def asked(world):
+    """The silence of an engine that has given completions and is asked for more."""
+    await generating(world)
+    world.engine.is_paced = True
+    await world.until(lambda: world.engine.num_batches >= 3)
+    world.engine.is_paced = False
+    world.engine.proceed.clear()
+    world.engine.pace.release(9)
+    await world.until(lambda: world.engine.is_held)
+    return world.sampler.generation.collector.silent_s
+
+
+async def test_engine_that_hangs_is_late_after_many_times_its_longest_completion(world, asked):
+    collector, max_tokens = world.sampler.generation.collector, CONTRACT.sampling.max_new_tokens
+    limit_s = max(HUNG_S, HUNG_TIMES * max_tokens * collector._token_s)
+    await world.passed(limit_s - 20.0, step_s=10.0)
+    assert asked() == 0.0
+    await world.passed(100.0, step_s=50.0)
+    assert asked() > 0.0
+
+    # Completions of an evaluation may be longer.
+    collector.evaluation_requests.longest = 10 * max_tokens * round(limit_s / collector._token_s)
+    assert asked() == 0.0
+    world.engine.proceed.set()
+    batches = world.engine.num_batches
+    await world.until(lambda: world.engine.num_batches > batches)
+    assert asked() == 0.0
+
+
+async def test_swap_may_take_longer_than_a_pass_and_not_forever(world, asked):
+    world.sampler.generation.collector._token_s = 1e-9
+    world.engine.may_load.clear()
+    await world.sampler.generation.swap.running.acquire()
+    await world.passed(HUNG_S + SWAP_S - 300.0, step_s=100.0)
+    assert asked() == 0.0
+    await world.passed(500.0, step_s=100.0)
+    assert asked() > 0.0
+
+    world.sampler.generation.swap.running.release()
+    world.sampler.generation.collector.note_swapped()
+    assert asked() == 0.0
+
+
+async def test_first_completions_may_take_any_time(world):
+    await world.run.publish()
+    world.start()
+    world.engine.proceed.clear()
+    await world.until(lambda: world.engine.is_held)
+    await world.passed(100 * HUNG_S, step_s=HUNG_S)
+
+    assert world.sampler.generation.collector.silent_s() == 0.0
 
 
 @pytest.mark.slow

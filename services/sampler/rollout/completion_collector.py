@@ -200,7 +200,7 @@ class CompletionCollector:
         self._pass_s = None
 
     def silent_s(self) -> float:
-        """Seconds by which a hung engine is late; 0 before its first completions."""
+        """Seconds by which an engine is late; 0 before its first completions."""
         if self._pass_s is None or not self._token_s:
             return 0.0
         longest_s = self._token_s * max(self.builder.max_new_tokens, self.evaluation_requests.longest)

@@ -308,7 +308,7 @@ class GenerationLoop:
         return False
 
     async def _make(self, work: list[WorkAssignment]) -> None:
-        """Make groups; a prompt of an environment may take seconds, while members go on."""
+        """Make groups while members go on: a prompt may take seconds."""
         drafts, refused = await asyncio.to_thread(self.builder.begin, work)
         self._is_making, self._made = False, (work, drafts, refused)
         self.news.ring()

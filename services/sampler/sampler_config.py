@@ -41,7 +41,9 @@ def _entry(value: str) -> str:
         return value
     if (kind in ("hf", "environment") and rest) or (kind == "reward" and ":" in rest):
         return value
-    known = "jsonl:DIRECTORY, parquet:DIRECTORY, hf:NAME@COMMIT, hf:/DIRECTORY, reward:MODULE:FUNCTION, environment:NAME"
+    known = (
+        "jsonl:DIRECTORY, parquet:DIRECTORY, hf:NAME@COMMIT, hf:/DIRECTORY, reward:MODULE:FUNCTION, environment:NAME"
+    )
     raise ValueError(f"{value!r} is none of {known}")
 
 

@@ -204,13 +204,11 @@ class GenerationLoop:
         pulled = self.swap.due()
         if pulled is None or self.is_swapping or self._is_ending:
             return False
-        # One engine of several restarts while the others generate.
-        is_mend = pulled.version == self.swap.version
         is_kept = self.evaluation_requests.keeps_version and self.swap.version >= 0
-        if not is_mend and (is_kept or (self._drafts.num_running and self.config.swap == "drain")):
+        if is_kept or (self._drafts.num_running and self.config.swap == "drain"):
             return False
         self.is_swapping = True
-        if self._drafts.num_running or is_mend:
+        if self._drafts.num_running:
             tasks.create_task(self._take(pulled))
         else:
             await self._take(pulled)
@@ -232,8 +230,7 @@ class GenerationLoop:
         """Whether a due swap precedes new turns, so none mixes versions."""
         if self.config.swap != "drain" or self.evaluation_requests.keeps_version:
             return False
-        pulled = self.swap.due()
-        return pulled is not None and pulled.version != self.swap.version
+        return self.swap.due() is not None
 
     async def _go_on(self, tasks: asyncio.TaskGroup) -> bool:
         """Submit turns before new groups; returns whether any was submitted."""

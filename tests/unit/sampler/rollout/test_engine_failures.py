@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, DiskFull, EngineDied, PermissionDenied, StaleWeights, Unreachable
-from heterorl.common.generation.inference_engine import Lost, ScoredText
+from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import ReturnReason
 from heterorl.sampler.rollout.completion_collector import HUNG_S, HUNG_TIMES, SWAP_S
@@ -154,48 +154,6 @@ async def test_engine_that_dies_while_it_scores_the_canary_loads_its_version_aga
 
     assert [version for version, _ in world.engine.loaded] == [0, 1, 1]
     assert world.sampler.generation.reported().policy_version == 1
-
-
-@pytest.mark.slow
-async def test_one_engine_of_several_that_is_out_is_started_again_ever_more_rarely(world):
-    await generating(world)
-    batches, began = world.engine.num_batches, world.clock.monotonic()
-    world.engine.is_whole = False
-
-    await world.until(lambda: len(world.engine.loaded) >= 8)
-
-    # The version that it has, while the others generate with it.
-    assert {version for version, _ in world.engine.loaded} == {0}
-    assert world.engine.num_batches > batches
-    assert world.clock.monotonic() - began > 10
-    # A new version does not wait for the next attempt.
-    await world.run.publish()
-    await world.until(lambda: world.engine.version == 1)
-    world.engine.is_whole = True
-    loaded = len(world.engine.loaded)
-    await world.passed(400.0, step_s=2.0)
-    assert len(world.engine.loaded) == loaded
-
-
-async def test_a_row_that_ends_one_engine_of_several_is_closed(world):
-    await world.run.publish()
-    world.start()
-    collect, tries = world.engine.collect, []
-
-    def lossy():
-        ended = collect()
-        seed = world.engine.submitted[0].seed
-        keys = {request.key for request in world.engine.submitted if request.seed == seed}
-        lost = {one.key for one in ended} & keys
-        tries.extend(lost)
-        return [*(one for one in ended if one.key not in lost), *(Lost(key=key) for key in lost)]
-
-    world.engine.collect = lossy
-    await world.passed(60.0, step_s=0.5)
-
-    assert (await world.core.get_status()).ledger.closed == {ReturnReason.ENGINE_FAILED: 1}
-    assert len(tries) == 3
-    assert await world.ledger_acked() > 10
 
 
 async def test_assignments_that_an_engine_lost_in_an_outage_return_with_the_link(tmp_path):

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import EnvironmentFailed, PromptTooLong, ToolLost
-from heterorl.common.generation.inference_engine import Completion, Lost
+from heterorl.common.generation.inference_engine import Completion
 from heterorl.common.model.logprobs import turn_seed
 from heterorl.common.process import metrics
 from heterorl.common.tasks.task import Prompt
@@ -132,33 +132,6 @@ async def test_group_with_too_few_members_left_goes_back(play, caplog):
     assert returned[0][1].value == "environment_failed"
     assert "its members are lost, the last one by environment_failed: it raised" in caplog.text
     await world.until_acknowledged(1)
-
-
-async def test_turn_that_an_engine_lost_is_asked_for_again_once(play, monkeypatch):
-    games = Games(length=2)
-    world = await play(games)
-    real, lost = world.engine.collect, []
-
-    def collect():
-        found = real()
-        turns = [one for one in found if one.key in later() and len(lost) < 3]
-        if not turns:
-            return found
-        one = turns[0]
-        lost.append(one.key)
-        return [Lost(key=one.key) if each is one else each for each in found]
-
-    def later():
-        first = {request.key for request in world.engine.submitted if request.num_completions == 1}
-        return first
-
-    world.engine.collect = collect
-    groups = await collected(world, monkeypatch, 3)
-
-    reasons = [rollout.finish_reason for group in groups for rollout in group.rollouts]
-    assert len(lost) == 3
-    assert FinishReason.EOS in reasons
-    assert reasons.count(FinishReason.ENGINE_FAILED) <= 1
 
 
 async def test_metrics_count_turns_endings_tokens_and_the_time_of_engine_and_environments(play, monkeypatch):

@@ -53,7 +53,7 @@ def generated(
     builder: GroupBuilder, engine: HfEngine, work: Sequence[WorkAssignment], *, state_root: Digest, first: int = 1
 ) -> list[Group]:
     """A group of each assignment, numbered from `first`, with the engine's version."""
-    drafts, refused = builder.begin(work, version=engine.version)
+    drafts, refused = builder.begin(work)
     assert not refused, "a benchmark's prompts are all taken"
     made = generate_all(
         engine,
@@ -83,9 +83,11 @@ async def played(
 
     An `other` number above 0 gives other draws of later turns, as of a site that picks.
     """
-    drafts, refused = builder.begin(work, version=engine.version)
+    drafts, refused = builder.begin(work)
     assert not refused, "a benchmark's prompts are all taken"
     assert builder.conversations is not None, "the task has an environment"
+    for draft in drafts:
+        draft.begun_at = builder.clock.monotonic()
     runner = EpisodeRunner(
         max_live=builder.conversations.max_live, max_new_tokens=builder.max_new_tokens,
         max_trajectory_tokens=builder.max_trajectory_tokens, clock=builder.clock,

@@ -19,7 +19,7 @@ import numpy as np
 from benchmarks.regions.arms import MAX_TOKENS, MEDIAN_TOKENS, SPREAD
 from heterorl.common.generation.hf_batch import spans_of
 from heterorl.common.generation.hf_engine import HfEngine
-from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request
+from heterorl.common.generation.inference_engine import Completion, Finished, Request
 from heterorl.common.types.rollout import FinishReason
 from heterorl.common.weights.arena import Arena
 
@@ -81,7 +81,7 @@ class TimedEngine(HfEngine):
                 heapq.heappush(self._running, (end, begin, self._num_taken, request, member))
             self._news.notify_all()
 
-    def collect(self) -> list[Finished | Lost]:
+    def collect(self) -> list[Finished]:
         with self._news:
             num_cancels = self._num_cancels
             while self._running and self._num_cancels == num_cancels:
@@ -98,8 +98,8 @@ class TimedEngine(HfEngine):
             self._num_cancels += 1
             self._news.notify_all()
 
-    def _ended(self) -> list[Finished | Lost]:
-        ended: list[Finished | Lost] = []
+    def _ended(self) -> list[Finished]:
+        ended: list[Finished] = []
         while self._running and self._running[0][0] <= self._now():
             _, begin, _, request, member = heapq.heappop(self._running)
             ended.append(Finished(key=request.key, member=member, completion=self._completion(request, member, begin)))

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
-from heterorl.common.generation.inference_engine import Engine, Finished, Lost, Request, ScoredText, generate_all
+from heterorl.common.generation.inference_engine import Engine, Finished, Request, ScoredText, generate_all
 from heterorl.common.tasks.task import Task
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Float32Array, StepReport
@@ -198,11 +198,6 @@ class ChargedEngine:
         return self.inner.score(texts)
 
     @property
-    def is_whole(self) -> bool:
-        """Whether all of it computes."""
-        return self.inner.is_whole
-
-    @property
     def max_running(self) -> int:
         """Completions computed at once."""
         return self.inner.max_running
@@ -213,16 +208,16 @@ class ChargedEngine:
         self.num_open += request.num_completions
         self.num_groups += 1
 
-    def collect(self) -> list[Finished | Lost]:
+    def collect(self) -> list[Finished]:
         """Compute all that was submitted and charge its time."""
         self.charge(self.group_s * self.num_groups)
         self.num_groups = 0
-        finished: list[Finished | Lost] = []
+        finished: list[Finished] = []
         while len(finished) < self.num_open:
             finished += self.inner.collect()
         self.num_open = 0
         # As they were asked for: on virtual time all of them end at once.
-        return sorted(finished, key=lambda one: (one.key, one.member if isinstance(one, Finished) else 0))
+        return sorted(finished, key=lambda one: (one.key, one.member))
 
     def cancel(self) -> None:
         """Give up everything under way."""

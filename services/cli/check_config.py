@@ -275,7 +275,7 @@ def _try_set(config: Any, prompter: Any) -> None:
     from heterorl.sampler.prompt_evaluator import naming_set, open_set
 
     with naming_set(config.name):
-        opened = open_set(config, measure=prompter.num_tokens, notes=None)
+        opened = open_set(config, measure=prompter.num_tokens)
         try:
             opened.played(prompter)
             try_reward(opened.task, prompter)

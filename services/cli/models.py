@@ -148,7 +148,6 @@ def _evaluate(
     sets: tuple[EvaluationSetConfig, ...],
     every_row: bool,
 ) -> Iterator[Row]:
-    from heterorl.common.tasks.sources.dataset_files import NOTES
     from heterorl.common.tasks.task import close_task
     from heterorl.common.text.prompter import Prompter
     from heterorl.evaluation.evaluate_sets import evaluate_all
@@ -166,7 +165,7 @@ def _evaluate(
         opened = []
         for one in sets:
             _say(f"reading the set {one.name}")
-            opened.append(open_set(one, measure=measure, notes=config.state_dir / NOTES, every_row=every_row))
+            opened.append(open_set(one, measure=measure, every_row=every_row))
             stack.callback(close_task, opened[-1].task)
         if is_run:
             subjects = _announced(stack.enter_context(open_versions(subject, versions, config)), subject, versions)

@@ -168,7 +168,6 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure
     With adapters the digest of the base weights stays empty, because it needs all weights.
     """
     from heterorl.common.model.contract import build_contract
-    from heterorl.common.tasks.sources.dataset_files import NOTES
     from heterorl.common.tasks.task_config import build_task
     from heterorl.common.text.conversation import try_task
     from heterorl.common.text.prompter import Prompter
@@ -181,7 +180,7 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure
         layout_id, vocab_size, routed_token_bytes = _shape(
             config.model_dir, published_dtype, config.lora, records_routing=config.sampling.router_replay == "rollout"
         )
-        task = build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
+        task = build_task(config.task, measure=prompter.num_tokens)
         try_task(config, task, prompter)
         return build_contract(
             config,

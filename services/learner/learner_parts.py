@@ -16,7 +16,6 @@ from heterorl.common.model.model_directory import check_model_dir
 from heterorl.common.model.model_loading import token_limits_at, token_limits_of, warn_of_idle_gpus
 from heterorl.common.model.router_replay import routing_shape
 from heterorl.common.tasks.environments.environment_task import environments_of
-from heterorl.common.tasks.sources.dataset_files import NOTES
 from heterorl.common.tasks.task import Task, close_task
 from heterorl.common.tasks.task_config import build_task
 from heterorl.common.text.conversation import Conversations, try_answers, try_prompts, try_reward
@@ -71,7 +70,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
     # First: other ranks do not wait for the task, and a machine with another model is found at once.
     rank_group = None if rank_env is None else _join_launched(config, rank_env)
     prompter = Prompter.of(config)
-    task = build_task(config.task, measure=prompter.num_tokens, notes=config.state_dir / NOTES)
+    task = build_task(config.task, measure=prompter.num_tokens)
     try_prompts(task, prompter, room=token_limits_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     conversations = None
     if environments_of(task):

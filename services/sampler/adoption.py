@@ -37,9 +37,6 @@ _BOUNDS = (
 )  # fmt: skip
 ASK_AGAIN_S = 2.0
 _BUILT_IN = ("arithmetic", "progression", "reasoning_gym", "seeds", "mixture")
-_OWN_REVISION = re.compile(r"[A-Za-z0-9._/-]*")
-_FOREIGN_REVISION = re.compile(r"(/*refs(/|$)|[0-9a-f]{7,64}$)", re.IGNORECASE)
-"""Hub revisions that the dataset's owner may not have made: pull requests, and what may be a commit."""
 _INSTEAD = "state task in this file"
 _STATE = f"or {_INSTEAD}"
 
@@ -280,14 +277,9 @@ def _check_hub(argument: str, join: JoinConfig) -> None:
     place = parse("task.name", argument)
     if place.is_local:
         _check_path("hf", place.place, join)
-    elif f"hf:{place.place}@{place.revision}" in join.accept:
-        return
-    elif f"hf:{place.place}" not in join.accept:
-        _refuse(f"the run's task reads the data set {place.place}", f"hf:{place.place}")
-    elif not _OWN_REVISION.fullmatch(place.revision) or _FOREIGN_REVISION.match(place.revision):
-        # Any user may open a pull request at the hub, and its commits are addressable.
-        what = f"the run's task reads revision {place.revision!r} of the data set {place.place}, no branch or tag of it"
-        _refuse(what, f"hf:{place.place}@{place.revision}")
+    elif (entry := f"hf:{place.place}@{place.revision}") not in join.accept:
+        # A commit too: any user may open a pull request at the hub, and its commits are addressable.
+        _refuse(f"the run's task reads revision {place.revision!r} of the data set {place.place}", entry)
 
 
 def _check_path(kind: str, path: str, join: JoinConfig) -> None:

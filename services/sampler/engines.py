@@ -2,12 +2,9 @@
 
     submit   the engine with the least load takes the whole request
     collect  returns what ended on any engine; one thread for each engine waits in its `collect`
-    load     on all engines at once; an engine that fails is out, the others continue
+    load     on all engines at once
 
-An engine that is out gets no request until a `load` succeeds on it; its requests become `Lost`. EngineError is raised
-only if no engine is left. Except during `load`, `version` is the version of every engine that is not out. Another
-`load` of the same version loads the engines that are out; the others run on. A new process takes minutes; it starts in
-a thread, and the first `load` after it takes the engine back.
+The engines of one sampler fail together: what one loses is lost on all, until a `load` succeeds.
 """
 
 from __future__ import annotations
@@ -19,7 +16,7 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -27,7 +24,7 @@ import numpy as np
 
 from heterorl.common.errors import EngineError
 from heterorl.common.generation.hf_engine import HfEngine
-from heterorl.common.generation.inference_engine import Engine, Finished, Lost, Request, ScoredText
+from heterorl.common.generation.inference_engine import Engine, Finished, Request, ScoredText
 from heterorl.common.model.model_loading import warn_of_idle_gpus
 from heterorl.common.model.quantise import Variant, dequantise, quantise, variant_layout
 from heterorl.common.types.common import Float32Array, LoraSettings
@@ -37,52 +34,28 @@ from heterorl.sampler.vllm.shared_model import SharedModel
 from heterorl.sampler.vllm.vllm_engine import VllmEngine
 
 _LOG = logging.getLogger(__name__)
-CLOSE_S = 10.0
-"""Wait of a stop for an engine that starts."""
-
-
-@dataclass(slots=True, eq=False)
-class _Member:
-    """One engine; `in_flight` maps the group's request numbers to missing completions."""
-
-    number: int
-    engine: Engine
-    is_out: bool = False
-    in_flight: dict[int, int] = field(default_factory=dict)
-    start: threading.Thread | None = None
-    """Restarts the engine."""
-    is_started: bool = False
-    """Whether an engine that is out only lacks a version."""
-
-    @property
-    def load_share(self) -> float:
-        return sum(self.in_flight.values()) / self.engine.max_running
 
 
 class EngineGroup:
     """Implements heterorl.common.generation.inference_engine.Engine around several engines of one kind."""
 
     def __init__(
-        self,
-        engines: Sequence[Engine],
-        *,
-        staged: Callable[[Arena], AbstractContextManager[None]] | None = None,
-        restart: Callable[[int], None] | None = None,
+        self, engines: Sequence[Engine], *, staged: Callable[[Arena], AbstractContextManager[None]] | None = None
     ) -> None:
         """Take at least one engine, all of one layout, name and dtype.
 
         `close` does not close them. `staged` is a context around a load on all engines: it prepares the weights once.
-        `restart` starts the engine of a number again, after which a load is as short as any; None: loads do that.
         """
-        self._members = [_Member(number, engine) for number, engine in enumerate(engines)]
+        self._engines = list(engines)
         self._staged = staged or (lambda _: nullcontext())
-        self._restart = restart
         self.layout, self.name, self.dtype = engines[0].layout, engines[0].name, engines[0].dtype
         self.version = engines[0].version
-        """Version of all engines that are not out; -1 before the first `load`, and if all are out."""
-        # Guards all fields below, and the members.
+        self.max_running = sum(engine.max_running for engine in engines)
+        # Guards all fields below, and the version.
         self._news = threading.Condition()
-        self._ended: list[Finished | Lost] = []
+        self._in_flight: list[dict[int, int]] = [{} for _ in engines]
+        """Missing completions of each engine's requests, by the group's number."""
+        self._ended: list[Finished] = []
         self._keys: dict[int, int] = {}
         self._failure: EngineError | None = None
         self._defect: BaseException | None = None
@@ -90,74 +63,39 @@ class EngineGroup:
         self._is_closed = False
         self._numbers = itertools.count()
         self._threads = [
-            threading.Thread(target=self._gather, args=(member,), name=f"engine-{member.number}", daemon=True)
-            for member in self._members
+            threading.Thread(target=self._gather, args=(place,), name=f"engine-{place}", daemon=True)
+            for place in range(len(engines))
         ]
         for thread in self._threads:
             thread.start()
 
-    @property
-    def max_running(self) -> int:
-        """Completions computed at once by the engines that are not out."""
-        return sum(member.engine.max_running for member in self._living() or self._members)
-
-    @property
-    def is_whole(self) -> bool:
-        return len(self._living()) == len(self._members)
-
     def load(self, arena: Arena, version: int) -> None:
-        """Swap all weights; with the current version, of engines that are out."""
-        is_out = [member for member in self._members if member.is_out]
-        living = self._living()
-        if living and self._restart is not None:
-            # The others do not wait for a start, which takes minutes.
-            for member in is_out:
-                self._begin_start(member, self._restart)
-            is_out = [member for member in is_out if member.is_started]
-        elif living and version != self.version:
-            is_out = []
-        wanted = is_out if version == self.version else [*living, *is_out]
-        if not wanted:
-            return
-        with self._staged(arena), ThreadPoolExecutor(len(self._members)) as threads:
-            failures = list(threads.map(lambda member: self._loaded(member, arena, version), wanted))
+        try:
+            with self._staged(arena), ThreadPoolExecutor(len(self._engines)) as threads:
+                list(threads.map(lambda engine: engine.load(arena, version), self._engines))
+        except (EngineError, OSError) as error:
+            self._fail(EngineError(f"a swap failed: {error}"))
+            raise
         with self._news:
-            if self._living():
-                self.version = version
-                return
-        raise next((failure for failure in failures if failure is not None), EngineError("all engines are out"))
+            self.version = version
 
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
         """Scores of the engine farthest from the median: a wrong one shows."""
-        answers: list[list[Float32Array]] = []
-        failure: EngineError | None = None
-        for member in self._living():
-            try:
-                answers.append(member.engine.score(texts))
-            except EngineError as error:
-                failure = error
-                self._put_out(member, error)
-        if not answers:
-            raise failure or EngineError("all engines are out")
-        return _farthest(answers)
+        return _farthest([engine.score(texts) for engine in self._engines])
 
     def submit(self, request: Request) -> None:
         with self._news:
-            while living := self._living():
-                member = min(living, key=lambda one: one.load_share)
-                number = next(self._numbers)
-                try:
-                    member.engine.submit(replace(request, key=number))
-                except EngineError as error:
-                    self._put_out(member, error)
-                    continue
-                member.in_flight[number] = request.num_completions
-                self._keys[number] = request.key
-                self._news.notify_all()
-                return
-        raise EngineError("all engines are out: nothing is generated before a version is loaded")
+            loads = [
+                sum(requests.values()) / engine.max_running
+                for requests, engine in zip(self._in_flight, self._engines, strict=True)
+            ]
+            place, number = loads.index(min(loads)), next(self._numbers)
+            self._engines[place].submit(replace(request, key=number))
+            self._in_flight[place][number] = request.num_completions
+            self._keys[number] = request.key
+            self._news.notify_all()
 
-    def collect(self) -> list[Finished | Lost]:
+    def collect(self) -> list[Finished]:
         with self._news:
             num_cancels = self._num_cancels
             self._news.wait_for(
@@ -167,9 +105,8 @@ class EngineGroup:
             )
             if self._defect:
                 raise self._defect
-            if self._failure and not self._ended:
-                failure = self._failure
-                self._drop()
+            failure, self._failure = self._failure, None
+            if failure:
                 raise failure
             ended, self._ended = self._ended, []
             return ended
@@ -179,66 +116,30 @@ class EngineGroup:
             self._drop()
 
     def stop(self) -> None:
-        for member in self._members:
-            member.engine.stop()
+        for engine in self._engines:
+            engine.stop()
         self.cancel()
 
     def close(self) -> None:
-        """End the threads; the owner closes the engines.
-        A start that goes on after CLOSE_S ends with the process."""
+        """End the threads; the owner closes the engines."""
         with self._news:
             self._is_closed = True
             self._drop()
         for thread in self._threads:
             thread.join()
-        for start in [member.start for member in self._members]:
-            if start is not None:
-                start.join(CLOSE_S)
 
-    def _living(self) -> list[_Member]:
-        return [member for member in self._members if not member.is_out]
-
-    def _begin_start(self, member: _Member, restart: Callable[[int], None]) -> None:
-        """Restart an engine in a thread, unless it starts or has started."""
-
-        def start() -> None:
-            try:
-                restart(member.number)
-            except (EngineError, OSError) as error:
-                _LOG.error("engine %d of %d does not start: %s", member.number, len(self._members), error)
-            else:
-                member.is_started = True
-            finally:
-                member.start = None
-
-        if member.start is None and not member.is_started:
-            member.start = threading.Thread(target=start, name=f"restart-{member.number}", daemon=True)
-            member.start.start()
-
-    def _loaded(self, member: _Member, arena: Arena, version: int) -> EngineError | None:
-        if (start := member.start) is not None:
-            start.join()
-        try:
-            member.engine.load(arena, version)
-        except (EngineError, OSError) as error:
-            # A file that cannot be written puts one engine out; the engines that loaded go on.
-            failure = error if isinstance(error, EngineError) else EngineError(f"its weights: {error}")
-            self._put_out(member, failure)
-            return failure
-        with self._news:
-            member.is_out = member.is_started = False
-        return None
-
-    def _gather(self, member: _Member) -> None:
+    def _gather(self, place: int) -> None:
+        requests = self._in_flight[place]
         while True:
             with self._news:
-                self._news.wait_for(lambda: self._is_closed or member.in_flight)
+                self._news.wait_for(lambda: self._is_closed or requests)
                 if self._is_closed:
                     return
             try:
-                ended = member.engine.collect()
+                ended = self._engines[place].collect()
             except EngineError as error:
-                self._put_out(member, error)
+                _LOG.error("engine %d of %d failed, and all lose their requests: %s", place, len(self._engines), error)
+                self._fail(error)
                 continue
             except Exception as error:  # noqa: BLE001 - `collect` raises it, as a single engine would
                 with self._news:
@@ -247,49 +148,29 @@ class EngineGroup:
                 return
             with self._news:
                 for one in ended:
-                    self._note(member, one)
+                    # A cancelled request has no key any more.
+                    if one.key in requests:
+                        self._ended.append(replace(one, key=self._keys[one.key]))
+                        requests[one.key] -= 1
+                        if not requests[one.key]:
+                            del requests[one.key], self._keys[one.key]
                 self._news.notify_all()
 
-    def _note(self, member: _Member, one: Finished | Lost) -> None:
-        # A cancelled request has no key any more.
-        if one.key not in member.in_flight:
-            return
-        self._ended.append(replace(one, key=self._keys[one.key]))
-        member.in_flight[one.key] -= 1
-        if isinstance(one, Lost) or not member.in_flight[one.key]:
-            del member.in_flight[one.key], self._keys[one.key]
-
-    def _put_out(self, member: _Member, error: EngineError) -> None:
-        """Take an engine out and report its requests as lost.
-
-        If no engine is left, the error is reported instead.
-        """
+    def _fail(self, error: EngineError) -> None:
         with self._news:
-            lost, member.in_flight = list(member.in_flight), {}
-            if not member.is_out:
-                _LOG.error(
-                    "engine %d of %d is out until it has loaded a version: %s",
-                    member.number, len(self._members), error,
-                )  # fmt: skip
-            member.is_out, member.is_started = True, False
-            member.engine.cancel()
-            self._ended += [Lost(key=self._keys.pop(number)) for number in lost]
-            if not self._living():
-                self.version = -1
-                finished: list[Finished | Lost] = [one for one in self._ended if isinstance(one, Finished)]
-                # The error says more than a `Lost` for each request.
-                if len(finished) < len(self._ended):
-                    self._failure = error
-                self._ended = finished
-            self._news.notify_all()
+            # A failure is reported several times; requests in flight at the first report must still fail.
+            is_heard = bool(self._keys or self._ended or self._failure)
+            self.version = -1
+            self._drop()
+            self._failure = error if is_heard else None
 
     def _drop(self) -> None:
         self._num_cancels += 1
         self._ended, self._keys, self._failure = [], {}, None
-        for member in self._members:
-            member.in_flight = {}
+        for requests, engine in zip(self._in_flight, self._engines, strict=True):
+            requests.clear()
             with suppress(EngineError):
-                member.engine.cancel()
+                engine.cancel()
         self._news.notify_all()
 
 
@@ -413,8 +294,7 @@ def start_vllm(
             if start.exception() is None:
                 started.callback(start.result().close)
         engines = [start.result() for start in starts]
-        restart = lambda number: engines[number].restart()  # noqa: E731
-        group = EngineGroup(engines, staged=source.written, restart=restart) if len(engines) > 1 else None
+        group = EngineGroup(engines, staged=source.written) if len(engines) > 1 else None
         if group is not None:
             started.callback(group.close)
         return group or engines[0], started.pop_all().close

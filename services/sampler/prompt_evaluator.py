@@ -17,7 +17,6 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, Self, TypeVar
 
 from heterorl.common.errors import ConfigError, EngineError, PromptRefused, RewardError
@@ -73,16 +72,13 @@ def naming_set(name: str) -> Iterator[None]:
         raise error.within(f"evaluation.{name}.{error.key}", problem, action=error.action) from error
 
 
-def open_set(
-    config: EvaluationSetConfig, *, measure: Measure | None, notes: Path | None, every_row: bool = False
-) -> SiteSet:
+def open_set(config: EvaluationSetConfig, *, measure: Measure | None, every_row: bool = False) -> SiteSet:
     """Load a set's task, with `every_row` of its dataset.
 
-    `notes` is the file that keeps the commits of hub branches. Raises ConfigError: its data cannot be read, or has no
-    held-out prompts.
+    Raises ConfigError: its data cannot be read, or has no held-out prompts.
     """
     settings = with_workers(config.task)
-    task = build_task(settings, measure=measure, notes=notes, every_row=every_row)
+    task = build_task(settings, measure=measure, every_row=every_row)
     if not task.num_evaluation_prompts:
         action = "set evaluation_size, evaluation_path or evaluation_split in its data"
         raise ConfigError("task", "has no held-out prompts", action=action)
@@ -271,6 +267,7 @@ class PromptEvaluator:
             if one is None or len(ended) == count:
                 done.set_result(one is not None)
 
+        evaluation_requests.longest = max(evaluation_requests.longest, spec.draws.max_new_tokens)
         evaluation_requests.add(request.key, count, on_end)
         # The thread cannot be cancelled: its callback still notes whether the engine took the request.
         submitting = asyncio.ensure_future(asyncio.to_thread(self.engine.submit, request))

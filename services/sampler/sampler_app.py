@@ -35,7 +35,6 @@ from heterorl.common.process.clock import Bell, Clock, steady
 from heterorl.common.process.threads import cause_of, num_threads
 from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
-from heterorl.common.tasks.sources.dataset_files import NOTES
 from heterorl.common.tasks.sources.mixture import num_trained_on
 from heterorl.common.tasks.task import Task, close_task
 from heterorl.common.tasks.task_config import build_task
@@ -95,6 +94,7 @@ async def _sample(config: SamplerConfig, process: notify.Process) -> None:
             sampler = await _built(config, api, outbox, process)
             if sampler is None:
                 return
+            process.watch.silent_s = sampler.generation.collector.silent_s
             try:
                 if joined is not None:
                     joined.check(sampler.session.registration.contract)
@@ -157,7 +157,7 @@ def load_components(config: SamplerConfig, *, is_stopped: threading.Event | None
     if config.engine.threads:
         torch.set_num_threads(config.engine.threads)
     prompter = Prompter.of(config)
-    task = build_task(with_workers(config.task), measure=prompter.num_tokens, notes=config.state_dir / NOTES)
+    task = build_task(with_workers(config.task), measure=prompter.num_tokens)
     # Before the model is loaded and before the coordinator counts on this site.
     conversations = try_task(config, task, prompter)
     if ignored := ignored_draws(config.evaluation):
@@ -165,7 +165,7 @@ def load_components(config: SamplerConfig, *, is_stopped: threading.Event | None
     opened = []
     for each in config.evaluation:
         with naming_set(each.name):
-            opened.append(open_set(each, measure=prompter.num_tokens, notes=config.state_dir / NOTES).played(prompter))
+            opened.append(open_set(each, measure=prompter.num_tokens).played(prompter))
             try_reward(opened[-1].task, prompter)
         if num_known := num_trained_on(task, opened[-1].task):
             _LOG.warning(

@@ -41,7 +41,9 @@ def _entry(value: str) -> str:
         return value
     if (kind in ("hf", "environment") and rest) or (kind == "reward" and ":" in rest):
         return value
-    known = "jsonl:DIRECTORY, parquet:DIRECTORY, hf:NAME, hf:/DIRECTORY, reward:MODULE:FUNCTION, environment:NAME"
+    known = (
+        "jsonl:DIRECTORY, parquet:DIRECTORY, hf:NAME@COMMIT, hf:/DIRECTORY, reward:MODULE:FUNCTION, environment:NAME"
+    )
     raise ValueError(f"{value!r} is none of {known}")
 
 
@@ -53,8 +55,8 @@ class JoinConfig(Config):
 
     accept: tuple[Annotated[str, AfterValidator(_entry)], ...] = Field(default=(), max_length=64)
     """Sources that the run's task may name besides built-in tasks: `jsonl:DIRECTORY`, `parquet:DIRECTORY` (files below
-    it, relative to the working directory), `hf:NAME` (branches and tags), `hf:NAME@REVISION` (a commit or pull
-    request), `hf:/DIRECTORY`, `reward:MODULE:FUNCTION`, `environment:NAME`. State other task.rewards here."""
+    it, relative to the working directory), `hf:NAME@COMMIT`, `hf:/DIRECTORY`, `reward:MODULE:FUNCTION`,
+    `environment:NAME`. State other task.rewards here."""
     reward_path: Directory = ""
     """Directory of accepted rewards and environments, relative to the configuration file; empty: its directory."""
     max_group_size: int = Field(default=64, ge=2)

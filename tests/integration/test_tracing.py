@@ -59,7 +59,7 @@ def made(work, state_root):
     maker = GroupBuilder(
         task=FreeTask(), prompter=Words(), site=SiteId(SITE), incarnation=INCARNATION, group_size=2, clock=SystemClock()
     )
-    (draft,), _ = maker.begin([work], version=0)
+    (draft,), _ = maker.begin([work])
     draft.completions.update(dict.fromkeys(range(2), COMPLETION))
     draft.scores.update(enumerate(maker.score_all(draft.prompt, [COMPLETION] * 2)))
     draft.ended_at = draft.begun_at

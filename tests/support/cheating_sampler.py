@@ -15,7 +15,7 @@ import numpy as np
 
 from heterorl.cli import main as cli
 from heterorl.common.generation.hf_engine import HfEngine
-from heterorl.common.generation.inference_engine import Completion, Finished, Lost, ScoredText
+from heterorl.common.generation.inference_engine import Completion, Finished, ScoredText
 from heterorl.common.tasks.task import Prompt
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.rollout import FinishReason, WorkAssignment
@@ -42,11 +42,9 @@ def main() -> None:
         asked.update({draft.key: (self.prompter, draft.prompt) for draft in drafts})
         return drafts, refused
 
-    def doctored(self: HfEngine) -> list[Finished | Lost]:
+    def doctored(self: HfEngine) -> list[Finished]:
         return [
             dataclasses.replace(one, completion=answered(self, *asked[one.key], one.completion))
-            if isinstance(one, Finished)
-            else one
             for one in collect(self)
         ]
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from heterorl.common.errors import EngineDied, EngineError, RewardError, Unreachable
 from heterorl.common.generation.hf_batch import spans_of
-from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request, ScoredText
+from heterorl.common.generation.inference_engine import Completion, Finished, Request, ScoredText
 from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Contract, Digest, Float32Array, Int32Array
@@ -48,7 +48,6 @@ class SilentEngine:
         self.version = -1
         self.loaded: list[tuple[int, Digest]] = []
         self.num_batches = 0
-        self.is_whole = True
         self.proceed = threading.Event()
         self.proceed.set()
         self.is_held = False
@@ -101,7 +100,7 @@ class SilentEngine:
             self._begun[request.key] = self.version
             self._waiting += [(request, member) for member in range(request.num_completions)]
 
-    def collect(self) -> list[Finished | Lost]:
+    def collect(self) -> list[Finished]:
         if not self._waiting:
             return []
         if self.batch_failures:

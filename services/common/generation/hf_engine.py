@@ -24,7 +24,7 @@ import torch
 
 from heterorl.common.errors import ConfigError, EngineError
 from heterorl.common.generation.hf_batch import KEPT_A_ROW, Group, KeptTurns, Rows
-from heterorl.common.generation.inference_engine import Finished, Lost, Request, ScoredText
+from heterorl.common.generation.inference_engine import Finished, Request, ScoredText
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach, base_digest
 from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
@@ -107,7 +107,6 @@ class HfEngine:
         self.max_running = batch_rows
         self._most_kept = KEPT_A_ROW * batch_rows
         self._forget_turns()
-        self.is_whole = True
         self.end_token_ids = list(end_token_ids)
         self.device = torch.device(device)
         self.version = -1
@@ -168,7 +167,7 @@ class HfEngine:
             self._waiting.append(request)
 
     @torch.inference_mode()
-    def collect(self) -> list[Finished | Lost]:
+    def collect(self) -> list[Finished]:
         num_cancels = self._num_cancels
         try:
             while True:

@@ -1,7 +1,7 @@
 """Protocol of generation engines, their requests and completions, and canary texts.
 
     submit   never waits
-    collect  waits for a finished completion or a lost request; `cancel` and a failed load unblock it
+    collect  waits for a finished completion; `cancel` and a failed load unblock it
     load     waits for the current token; running completions continue with the new weights
 
 Every engine states float32 log-probs of the policy that drew a token, in the contract's semantics, also of the end
@@ -72,13 +72,6 @@ class Finished:
     completion: Completion
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Lost:
-    """A given-up request; the engine delivers no more of its completions."""
-
-    key: int
-
-
 def in_order(finished: Sequence[Finished], requests: Sequence[Request]) -> list[list[Completion]]:
     """Completions of each request, in the order of requests and members."""
     by_name = {(one.key, one.member): one.completion for one in finished}
@@ -114,10 +107,6 @@ class Engine(Protocol):
     def max_running(self) -> int:
         """Completions computed at once; others wait inside."""
 
-    @property
-    def is_whole(self) -> bool:
-        """Whether all its engines have the version; else `load` restarts them."""
-
     def load(self, arena: Arena, version: int) -> None:
         """Swap the weights; running completions continue with them from their next token.
 
@@ -139,11 +128,11 @@ class Engine(Protocol):
             EngineError: no trusted version is loaded.
         """
 
-    def collect(self) -> list[Finished | Lost]:
+    def collect(self) -> list[Finished]:
         """Wait for finished completions; all since the last call, in order.
 
-        A `Lost` replaces the rest of a request while other engines continue. Returns an empty list where no request is
-        open, and after `cancel`. Raises EngineError: all open requests are given up.
+        Returns an empty list where no request is open, and after `cancel`. Raises EngineError: all open requests are
+        given up.
         """
 
     def cancel(self) -> None:
@@ -178,7 +167,7 @@ def generate_all(
             else:
                 taken.append(request)
         while len(finished) < len(taken) * num_per_prompt:
-            news = [one for one in engine.collect() if isinstance(one, Finished)]
+            news = engine.collect()
             if not news:
                 raise EngineError("the engine's requests were given up")
             finished += news

@@ -253,8 +253,8 @@ class SourceConfig(Config):
 
     name: str = "arithmetic"
     """Dataset: `arithmetic`, `progression`, `reasoning_gym:NAME` (extra `gym`), `jsonl:PATH`, `parquet:PATH`,
-    `hf:NAME@REVISION[split]`, `hf:/DIRECTORY[split]`, `seeds` (one number a prompt, for environments without data) or
-    `mixture` (of sources). A hub branch is pinned to its commit at the first start."""
+    `hf:NAME@COMMIT[split]`, `hf:/DIRECTORY[split]`, `seeds` (one number a prompt, for environments without data) or
+    `mixture` (of sources)."""
     data: DataConfig = DataConfig()
     """Columns and rows of a dataset."""
     system_prompt: str = ""

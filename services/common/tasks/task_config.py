@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from heterorl.common.tasks.sources.row_reader import Rows
 
 _KINDS = (
-    "arithmetic", "progression", "reasoning_gym:NAME", "jsonl:PATH", "parquet:PATH", "hf:NAME@REVISION[split]",
+    "arithmetic", "progression", "reasoning_gym:NAME", "jsonl:PATH", "parquet:PATH", "hf:NAME@COMMIT[split]",
     "seeds", "mixture",
 )  # fmt: skip
 _OF_FILES = ("jsonl", "parquet", "hf")
@@ -83,12 +83,10 @@ class TaskConfig(SourceConfig):
         return {key: getattr(self, key) for key in SourceConfig.model_fields if key not in own}
 
 
-def build_task(
-    config: SourceConfig, *, measure: Measure | None = None, notes: Path | None = None, every_row: bool = False
-) -> Task:
+def build_task(config: SourceConfig, *, measure: Measure | None = None, every_row: bool = False) -> Task:
     """The task that a configuration names.
 
-    `measure` counts tokens for datasets with a bound of the prompt. The file `notes` keeps the commits of branches.
+    `measure` counts tokens for datasets with a bound of the prompt.
     With `every_row` all rows of a dataset are held out, for a task that is only evaluated.
 
     Raises:
@@ -96,14 +94,14 @@ def build_task(
         DependencyMissing: a package that reads it is not installed.
     """
     if isinstance(config, TaskConfig) and config.sources:
-        return _mixture(config, measure=measure, notes=notes)
+        return _mixture(config, measure=measure)
     if config.match == "math_verify" and not config.uses_match:
         raise ConfigError(
             "task.match",
             "is not used: a reward or an environment gives the score",
             action='remove it, or name it in task.rewards, kind "match"',
         )
-    return _completed(_build(config, measure=measure, notes=notes, every_row=every_row), config)
+    return _completed(_build(config, measure=measure, every_row=every_row), config)
 
 
 def _completed(task: Task, config: SourceConfig) -> Task:
@@ -114,7 +112,7 @@ def _completed(task: Task, config: SourceConfig) -> Task:
     return _with_rewards(task, config) if config.reward or config.rewards else task
 
 
-def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None, every_row: bool = False) -> Task:
+def _build(config: SourceConfig, *, measure: Measure | None, every_row: bool = False) -> Task:
     kind, _, argument = config.name.partition(":")
     measure = _with_system(measure, config.system_prompt) if measure and config.system_prompt else measure
     num_held_out = None if every_row else config.evaluation_size
@@ -136,7 +134,7 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
     elif kind in _OF_FILES and argument:
         from heterorl.common.tasks.sources.rows_task import RowsTask
 
-        task = RowsTask(*_opened(kind, argument, config, notes), config, evaluation_size=num_held_out, measure=measure)
+        task = RowsTask(*_opened(kind, argument, config), config, evaluation_size=num_held_out, measure=measure)
     else:
         near = difflib.get_close_matches(kind, [known.partition(":")[0] for known in _KINDS], n=1)
         hint = f"; did you mean {next(known for known in _KINDS if known.startswith(near[0]))}?" if near else ""
@@ -148,7 +146,7 @@ def _build(config: SourceConfig, *, measure: Measure | None, notes: Path | None,
     return task
 
 
-def _opened(kind: str, argument: str, config: SourceConfig, notes: Path | None) -> tuple[Rows, Rows | None]:
+def _opened(kind: str, argument: str, config: SourceConfig) -> tuple[Rows, Rows | None]:
     """Rows of files, and of held-out ones if they are named."""
     from heterorl.common.tasks.sources.dataset_files import open_parquet, open_repository
     from heterorl.common.tasks.sources.row_reader import JsonLines
@@ -157,7 +155,7 @@ def _opened(kind: str, argument: str, config: SourceConfig, notes: Path | None) 
         if config.evaluation_path:
             problem = "hf: takes held-out prompts from a split"
             raise ConfigError("task.evaluation_path", problem, action="name task.data.evaluation_split")
-        return open_repository(argument, config.data, notes=notes)
+        return open_repository(argument, config.data)
     path = config.evaluation_path
     if config.data.evaluation_split:
         action = "name task.evaluation_path, or give the source its own [task.data]"
@@ -214,14 +212,14 @@ def _with_rewards(task: Task, config: SourceConfig) -> Task:
     return FunctionRewardTask(task, reward)
 
 
-def _mixture(config: TaskConfig, *, measure: Measure | None, notes: Path | None) -> Task:
+def _mixture(config: TaskConfig, *, measure: Measure | None) -> Task:
     from heterorl.common.tasks.sources.mixture import MixtureTask, Source, without_held_out
 
     sources = {each.label: each for each in config.inherited()}
     tasks: dict[str, Task] = {}
     for label, each in sources.items():
         with _of_source(label):
-            tasks[label] = _build(each, measure=measure, notes=notes)
+            tasks[label] = _build(each, measure=measure)
     found = []
     for label, task in without_held_out(tasks).items():
         with _of_source(label):

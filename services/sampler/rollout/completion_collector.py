@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from heterorl.common.errors import EngineError, EpisodeError, RewardError
-from heterorl.common.generation.inference_engine import Completion, Finished, Lost
+from heterorl.common.generation.inference_engine import Completion, Finished
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, ends_within, ring_or_time
@@ -42,6 +42,10 @@ LAST_SCORES_S = 3.0
 HAND_BACK_S = 3.0
 """Longest wait at an end for a coordinator that takes assignments back."""
 LOG_EVERY_S = 60.0
+HUNG_S, HUNG_TIMES = 600.0, 10.0
+"""An engine may give nothing for so long, and for so many times its longest completion."""
+SWAP_S = 3600.0
+"""And for so long while it swaps: the limits of vLLM's swap."""
 _RETURNED_AS = {
     FinishReason.REWARD_FAILED: ReturnReason.REWARD_FAILED,
     FinishReason.ENGINE_FAILED: ReturnReason.ENGINE_FAILED,
@@ -79,6 +83,10 @@ class CompletionCollector:
                 max_live=own.conversations.max_live, max_new_tokens=own.max_new_tokens,
                 max_trajectory_tokens=own.max_trajectory_tokens, clock=self.clock, note=self.journal.note,
             )  # fmt: skip
+        self._pass_s: float | None = None
+        """When the engine was asked, or has swapped since; None: it is not asked."""
+        self._token_s = 0.0
+        """Most seconds a token of a completion took."""
         self._scoring: dict[int, list[asyncio.Task[None]]] = {}
         self.turns: list[Turn] = []
         """Members whose next turn can be submitted."""
@@ -96,9 +104,11 @@ class CompletionCollector:
         return [*drafts, *self.outbox_writer.assignments, *returned]
 
     def begin(self, drafts: Sequence[GroupDraft]) -> None:
+        now = self.clock.monotonic()
         for draft in drafts:
+            draft.version, draft.begun_at = self.swap.version, now
             self.drafts.begin(draft)
-        self.groups.work(True, self.clock.monotonic())
+        self.groups.work(True, now)
 
     def resume(self, draft: GroupDraft, left: KeptGroup, tasks: asyncio.TaskGroup) -> None:
         assert self._runner is not None, "it has a conversation"
@@ -157,43 +167,51 @@ class CompletionCollector:
     async def _collect(self, tasks: asyncio.TaskGroup) -> None:
         while True:
             ticket = self.news.ticket()
-            ended: list[Finished | Lost] = []
+            ended: list[Finished] = []
             was_swapping = self.swap.running.locked()
             if self.drafts.num_running or self.evaluation_requests.num_running:
+                self._pass_s = self.clock.monotonic()
                 try:
                     ended = await asyncio.to_thread(self.engine.collect)
                 except EngineError as error:
-                    # A failed swap reports its own error.
-                    reason = self._lost_by(was_swapping=was_swapping)
-                    self._lose_all(reason)
-                    if reason is not None:
+                    # A failed swap reports its own error; else one of the rows may be the cause, and return forever.
+                    is_by_swap = was_swapping or self.swap.running.locked() or self.swap.version < 0
+                    self._lose_all(None if is_by_swap else ReturnReason.ENGINE_FAILED)
+                    if not is_by_swap:
                         self.swap.note_failure(error)
                     self.news.ring()
+                self._note_pass(ended)
             if ended:
-                self._take_in(ended, tasks, lost_by=self._lost_by(was_swapping=was_swapping))
+                self._take_in(ended, tasks)
                 self.news.ring()
             else:
                 await ticket.wait()
 
-    def _lost_by(self, *, was_swapping: bool) -> ReturnReason | None:
-        """Why an engine lost rows; None by a swap."""
-        # One of the rows may be the cause, and would return forever.
-        is_by_swap = was_swapping or self.swap.running.locked() or self.swap.version < 0
-        return None if is_by_swap else ReturnReason.ENGINE_FAILED
+    def note_swapped(self) -> None:
+        """Count the silence of the engine from now."""
+        if self._pass_s is not None:
+            self._pass_s = self.clock.monotonic()
 
-    def _take_in(
-        self, ended: Sequence[Finished | Lost], tasks: asyncio.TaskGroup, *, lost_by: ReturnReason | None
-    ) -> None:
+    def _note_pass(self, ended: Sequence[Finished]) -> None:
+        sizes = [one.completion.token_ids.size for one in ended]
+        assert self._pass_s is not None, "the pass began"
+        if any(sizes):
+            self._token_s = max(self._token_s, (self.clock.monotonic() - self._pass_s) / max(sizes))
+        self._pass_s = None
+
+    def silent_s(self) -> float:
+        """Seconds by which an engine is late; 0 before its first completions."""
+        if self._pass_s is None or not self._token_s:
+            return 0.0
+        longest_s = self._token_s * max(self.builder.max_new_tokens, self.evaluation_requests.longest)
+        limit_s = max(HUNG_S, HUNG_TIMES * longest_s) + SWAP_S * self.swap.running.locked()
+        return max(0.0, self.clock.monotonic() - self._pass_s - limit_s)
+
+    def _take_in(self, ended: Sequence[Finished], tasks: asyncio.TaskGroup) -> None:
         now, num_tokens = self.clock.monotonic(), 0
         for one in ended:
-            if self.evaluation_requests.take(one):
-                num_tokens += 0 if isinstance(one, Lost) else one.completion.token_ids.size
-                continue
-            if isinstance(one, Lost):
-                self._lose(one, lost_by)
-                continue
             num_tokens += one.completion.token_ids.size
-            found = self.drafts.take(one, now)
+            found = None if self.evaluation_requests.take(one) else self.drafts.take(one, now)
             if found is not None:
                 self._ended(*found, one.completion, tasks)
         metrics.TOKENS.inc(num_tokens)
@@ -216,18 +234,6 @@ class CompletionCollector:
 
     def _follow(self, draft: GroupDraft, work: Coroutine[Any, Any, None], tasks: asyncio.TaskGroup) -> None:
         self._scoring.setdefault(draft.key, []).append(tasks.create_task(work))
-
-    def _lose(self, lost: Lost, reason: ReturnReason | None) -> None:
-        """Note a lost request: first turns end their group, later ones repeat."""
-        found = self.drafts.lose(lost.key)
-        if found is None:
-            return
-        draft, member = found
-        if member is None or self._runner is None:
-            self.drafts.give_up(draft.key)
-            self._give_up(draft, reason)
-        else:
-            self._note_played(self._runner.again(draft, member))
 
     def end_turn(self, turn: Turn, reason: FinishReason, tasks: asyncio.TaskGroup) -> None:
         assert self._runner is not None, "it gave the turn"

@@ -67,8 +67,6 @@ class _Member:
         self.turns: list[Completion] = []
         self.given: list[Int32Array] = []
         self.episode: Episode | None = None
-        self.was_lost = False
-        """Whether the engine lost the current turn."""
         self.asked_at = draft.begun_at
         """When the current turn was submitted."""
         self.waited_s = 0.0
@@ -127,7 +125,6 @@ class EpisodeRunner:
         metrics.TURNS.labels(draft.source).inc()
         self._spend(member, "model", member.asked_at)
         member.turns.append(completion)
-        member.was_lost = False
         self._note(draft, number, len(member.turns) - 1, member.given[-1] if member.given else _NONE, completion)
         return await self._go_on(member, number)
 
@@ -159,13 +156,6 @@ class EpisodeRunner:
         except (EpisodeError, RewardError) as error:
             return self._lost(draft, number, error)
         return self._ended(draft, number, member, reason, parts)
-
-    def again(self, draft: GroupDraft, number: int) -> Turn | End:
-        member = self._members[draft.key, number]
-        if not member.was_lost:
-            member.was_lost = True
-            return self._turn(draft, number)
-        return self._ended(draft, number, member, FinishReason.ENGINE_FAILED)
 
     def drop(self, key: int) -> None:
         for name in [name for name in self._members if name[0] == key]:

@@ -83,6 +83,9 @@ class GenerationLoop:
             work=self._work, num_prompts=self.builder.task.num_prompts, room_groups=self._room,
             rate=self.collector.groups, news=self.news, begun=self.collector.unsettled, spooled=self.outbox.assignments,
         )  # fmt: skip
+        self._is_making = False
+        self._made: tuple[list[WorkAssignment], list[GroupDraft], list[Refused]] | None = None
+        """Next groups, before their submission."""
         self._is_ending = False
 
     def reported(self) -> Heartbeat:
@@ -191,7 +194,7 @@ class GenerationLoop:
                 tokens_per_s=self.collector.tokens.per_s(now), now=now, version=self.swap.version,
                 head=self.policy.head_version,
             )  # fmt: skip
-            if await self._exchange(tasks) or await self._go_on(tasks) or await self._begin():
+            if await self._exchange(tasks) or await self._go_on(tasks) or await self._begin(tasks):
                 continue
             waits = [wait for wait in (self.swap.wait_s, self._ask_wait_s()) if wait is not None and wait > 0]
             await ring_or_time(*tickets, clock=self.clock, seconds=min(waits, default=None))
@@ -201,13 +204,11 @@ class GenerationLoop:
         pulled = self.swap.due()
         if pulled is None or self.is_swapping or self._is_ending:
             return False
-        # One engine of several restarts while the others generate.
-        is_mend = pulled.version == self.swap.version
         is_kept = self.evaluation_requests.keeps_version and self.swap.version >= 0
-        if not is_mend and (is_kept or (self._drafts.num_running and self.config.swap == "drain")):
+        if is_kept or (self._drafts.num_running and self.config.swap == "drain"):
             return False
         self.is_swapping = True
-        if self._drafts.num_running or is_mend:
+        if self._drafts.num_running:
             tasks.create_task(self._take(pulled))
         else:
             await self._take(pulled)
@@ -218,6 +219,7 @@ class GenerationLoop:
             await self.swap.take(pulled)
         finally:
             self.is_swapping = False
+            self.collector.note_swapped()
         if self.swap.version == pulled.version:
             # Work refused to the old version may be granted to the new one.
             self._work.ask_time = self.clock.monotonic()
@@ -228,8 +230,7 @@ class GenerationLoop:
         """Whether a due swap precedes new turns, so none mixes versions."""
         if self.config.swap != "drain" or self.evaluation_requests.keeps_version:
             return False
-        pulled = self.swap.due()
-        return pulled is not None and pulled.version != self.swap.version
+        return self.swap.due() is not None
 
     async def _go_on(self, tasks: asyncio.TaskGroup) -> bool:
         """Submit turns before new groups; returns whether any was submitted."""
@@ -280,10 +281,15 @@ class GenerationLoop:
         if not self.is_swapping and self.swap.version >= 0:
             self.swap.note_failure(error)
 
-    async def _begin(self) -> bool:
+    async def _begin(self, tasks: asyncio.TaskGroup) -> bool:
         """Submit what the engine has room for; returns whether anything was done."""
-        if not self._may_begin or self._is_swap_first:
+        if not self._may_begin or self._is_swap_first or self._is_making:
             return False
+        if self._made is not None:
+            (work, drafts, refused), self._made = self._made, None
+            if self.prefetch.look(len(work)) == work:
+                self.prefetch.drop(len(work))
+                return await self._submit(drafts, refused)
         count = self._num_wanted()
         if count and not self.config.work_ahead_s and not len(self.prefetch):
             if (self._ask_wait_s() or 0.0) > 0:
@@ -294,12 +300,15 @@ class GenerationLoop:
         work = self._playable(self.prefetch.look(count))
         if not work:
             return False
-        version = self.swap.version
-        drafts, refused = await asyncio.to_thread(self.builder.begin, work, version=version)
-        if self._may_begin and self.swap.version == version and self.prefetch.look(len(work)) == work:
-            self.prefetch.drop(len(work))
-            return await self._submit(drafts, refused)
-        return True
+        self._is_making = True
+        tasks.create_task(self._make(work))
+        return False
+
+    async def _make(self, work: list[WorkAssignment]) -> None:
+        """Make groups while members go on: a prompt may take seconds."""
+        drafts, refused = await asyncio.to_thread(self.builder.begin, work)
+        self._is_making, self._made = False, (work, drafts, refused)
+        self.news.ring()
 
     def _num_wanted(self) -> int:
         if not self.config.work_ahead_s:
@@ -313,8 +322,8 @@ class GenerationLoop:
     def _playable(self, work: list[WorkAssignment]) -> list[WorkAssignment]:
         """The first of these whose environments have room for their members.
 
-        While tools run rows are free, but a new member would wait for a place among the live episodes. A prompt, which
-        may begin an episode, would wait too, and the live episodes' next turns would wait for this loop.
+        While tools run rows are free, but a new member would wait for a place among the live episodes, as would a
+        prompt that begins an episode.
         """
         conversations = self.builder.conversations
         if conversations is None or not self.config.work_ahead_s:

@@ -74,8 +74,8 @@ class GroupBuilder:
     # Encoding changes a tokenizer, and several threads decode.
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def begin(self, work: Sequence[WorkAssignment], *, version: int) -> tuple[list[GroupDraft], list[Refused]]:
-        """Drafts begun with the loaded version, and the refused assignments."""
+    def begin(self, work: Sequence[WorkAssignment]) -> tuple[list[GroupDraft], list[Refused]]:
+        """Drafts without version and beginning, and the refused assignments."""
         drafts: list[GroupDraft] = []
         refused: list[Refused] = []
         # A prompt of an environment may begin an episode, for seconds.
@@ -85,17 +85,13 @@ class GroupBuilder:
             try:
                 check_answer(self.task, prompt)
                 draft = self.draft(
-                    prompt, self.conversations, assignment, seed=self._seed(assignment), version=version,
-                    begun_at=0.0, is_seeded=self.is_seeded, source=source_of(self.task, prompt.index),
+                    prompt, self.conversations, assignment, seed=self._seed(assignment), is_seeded=self.is_seeded,
+                    source=source_of(self.task, prompt.index),
                 )  # fmt: skip
             except PromptRefused as error:
                 refused.append((assignment, error))
             else:
                 drafts.append(draft)
-        # The prompts' time is none of their groups.
-        begun_at = self.clock.monotonic()
-        for draft in drafts:
-            draft.begun_at = begun_at
         return drafts, refused
 
     def draft(

@@ -28,7 +28,7 @@ from typing import Generic, TypeVar
 import numpy as np
 
 from heterorl.common.errors import DiskFull
-from heterorl.common.generation.inference_engine import Completion, Finished, Lost
+from heterorl.common.generation.inference_engine import Completion, Finished
 from heterorl.common.process.clock import Bell, Clock
 from heterorl.common.process.files import replacing
 from heterorl.common.tasks.task import Prompt
@@ -52,9 +52,9 @@ class GroupDraft:
     prompt: Prompt
     prompt_token_ids: Int32Array
     seed: int
-    version: int
+    version: int = 0
     """The version loaded when the group began: no token is of an older one."""
-    begun_at: float
+    begun_at: float = 0.0
     is_seeded: bool = False
     """See Group."""
     conversation: Conversation | None = None
@@ -91,10 +91,10 @@ class EngineRequests(Generic[_Owner]):
         self._open[key] = count, owner
         self.num_running += count
 
-    def ended(self, one: Finished | Lost) -> _Owner | None:
+    def ended(self, one: Finished) -> _Owner | None:
         """Count what ended; returns its owner, None if the request was dropped."""
         left, owner = self._open.get(one.key, (0, None))
-        if owner is None or left == 1 or isinstance(one, Lost):
+        if owner is None or left == 1:
             return self.drop(one.key)
         self._open[one.key] = left - 1, owner
         self.num_running -= 1
@@ -122,12 +122,14 @@ class EvaluationRequests(EngineRequests[OnEnd]):
         """Whether newer weights wait."""
         self.is_expected = False
         """Whether a drained run continues until the evaluations end."""
+        self.longest = 0
+        """Most tokens of a completion that was requested."""
 
-    def take(self, one: Finished | Lost) -> bool:
+    def take(self, one: Finished) -> bool:
         """Hand over what ended; returns whether it belongs to an evaluation."""
         on_end = self.ended(one)
         if on_end is not None:
-            on_end(None if isinstance(one, Lost) else one)
+            on_end(one)
         return on_end is not None
 
     def lose_all(self) -> None:

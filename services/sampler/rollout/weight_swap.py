@@ -53,9 +53,6 @@ class WeightSwap:
         self._clock = self.session.clock
         self._backoff = Backoff(clock=self._clock, rng=self.session.rng, cap_s=ENGINE_CAP_S)
         self._next_at = self._clock.monotonic()
-        # For one engine of several that is out; the others still take new versions.
-        self._mending = Backoff(clock=self._clock, rng=self.session.rng, cap_s=ENGINE_CAP_S)
-        self._mend_at = self._next_at
 
     @property
     def version(self) -> int:
@@ -63,22 +60,11 @@ class WeightSwap:
         return self.reported.policy_version
 
     def due(self) -> PulledVersion | None:
-        now = self._clock.monotonic()
-        newer = self.policy.take(self.version) if now >= self._next_at else None
-        if newer is None and self._is_partly_out and now >= self._mend_at:
-            return self.policy.take(NO_VERSION)
-        return newer
-
-    @property
-    def _is_partly_out(self) -> bool:
-        return self.version >= 0 and not self.engine.is_whole
+        return self.policy.take(self.version) if self._clock.monotonic() >= self._next_at else None
 
     @property
     def wait_s(self) -> float | None:
-        times = [self._next_at] if self.policy.take(self.version) is not None else []
-        if self._is_partly_out:
-            times.append(self._mend_at)
-        return min(times) - self._clock.monotonic() if times else None
+        return self._next_at - self._clock.monotonic() if self.policy.take(self.version) is not None else None
 
     async def take(self, pulled: PulledVersion) -> None:
         """Load a version, then have the coordinator compare engine and learner."""
@@ -108,8 +94,7 @@ class WeightSwap:
             metrics.SAMPLER_POLICY_AGE_SECONDS.labels(stage).observe(age_s)
 
     async def _load(self, pulled: PulledVersion) -> bool:
-        started, is_mend = self._clock.monotonic(), pulled.version == self.version
-        rows = self.engine.max_running
+        started = self._clock.monotonic()
         # Before the load: completions in flight may end with the new version at once.
         self.state_roots[pulled.version] = pulled.manifest.state_root
         try:
@@ -122,18 +107,11 @@ class WeightSwap:
             problem = f"the weights of version {pulled.version} cannot be written: {error}"
             self.note_failure(EngineError(problem, action="free space under state_dir or engine.weights_dir"))
             return False
-        if is_mend and not self.engine.is_whole:
-            self._mend_at = self._clock.monotonic() + self._mending.delay_s()
-            if self.engine.max_running == rows:
-                # No engine is back: it starts, or failed again.
-                return False
         swap_s, puller = self._clock.monotonic() - started, self.policy.puller
         _LOG.info(
             "version %d is used: %s in %.1f s, applied in %.1f s, swapped in %.1f s",
             pulled.version, decimal(puller.fetched_bytes), puller.fetch_s, puller.apply_s, swap_s,
         )  # fmt: skip
-        if self.engine.is_whole:
-            self._mending.reset()
         metrics.SWAP_SECONDS.observe(swap_s)
         metrics.POLICY_VERSION.set(pulled.version)
         self.note_age("apply", pulled.version)

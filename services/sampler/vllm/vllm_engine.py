@@ -23,7 +23,7 @@ import blake3
 import numpy as np
 
 from heterorl.common.errors import EngineDied, EngineError
-from heterorl.common.generation.inference_engine import Completion, Finished, Lost, Request, ScoredText
+from heterorl.common.generation.inference_engine import Completion, Finished, Request, ScoredText
 from heterorl.common.types.common import Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, Span
 from heterorl.common.weights.arena import Arena
@@ -72,14 +72,11 @@ class VllmEngine:
         # Guards all fields below, and the version.
         self._news = threading.Condition()
         self._is_loading = False
-        self._is_fresh = False
-        """Whether `restart` has started the process."""
-        self._is_closed = False
         self._is_left_out = False
         self._is_stopped = is_stopped or threading.Event()
         self._epoch = 0
         self._num_open = 0
-        self._ended: list[Finished | Lost] = []
+        self._ended: list[Finished] = []
         self._failure: EngineError | None = None
         self.name = f"vllm-{package.__version__}"
         self.dtype: str = settings.compute_dtype
@@ -121,8 +118,7 @@ class VllmEngine:
 
     def _load(self, arena: Arena, version: int) -> None:
         label = str(version)
-        is_running = (self.is_whole or self._is_fresh) and self._process is not None
-        self._is_fresh = False
+        is_running = self.is_whole and self._process is not None
         if not is_running:
             self._end_process()
             with self.source.weights.whole_model() as model_dir:
@@ -131,20 +127,6 @@ class VllmEngine:
         if is_running or self.source.lora.rank:
             self.source.weights.swap(self._alive(), label)
         self._check(arena, version)
-
-    def restart(self) -> None:
-        """Start a new process with the source's model, for the next `load`.
-        Raises EngineDied: vLLM does not start."""
-        self._end_process()
-        if self._is_closed:
-            return
-        process = self._start(self.source.model_dir)
-        with self._news:
-            is_late = self._is_closed
-            if not is_late:
-                self._process, self._is_fresh = process, True
-        if is_late:
-            process.close()
 
     def submit(self, request: Request) -> None:
         sampling = request.sampling or self._sampling
@@ -161,7 +143,7 @@ class VllmEngine:
                 process.submit(ids, asked, partial(self._take, epoch, request.key, member))
                 self._num_open += 1
 
-    def collect(self) -> list[Finished | Lost]:
+    def collect(self) -> list[Finished]:
         """Wait until a completion ended and no swap runs; returns all ended."""
         with self._news:
             epoch = self._epoch
@@ -254,7 +236,7 @@ class VllmEngine:
     def close(self) -> None:
         self._is_stopped.set()
         with self._news:
-            self.is_whole, self._is_closed = False, True
+            self.is_whole = False
             self._drop()
         self._end_process()
 

@@ -9,7 +9,7 @@ from rich.console import Console
 from heterorl.cli.models import _show
 from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, PromptRefused, PromptTooLong, RewardError
 from heterorl.common.evaluation.summary import summarize
-from heterorl.common.generation.inference_engine import Completion, Finished, Lost
+from heterorl.common.generation.inference_engine import Completion, Finished
 from heterorl.common.tasks.task import AnswerProblem, Prompt
 from heterorl.common.types.evaluation import EvaluationDraws
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span
@@ -79,7 +79,7 @@ class Machine:
             return []
         request, member = self.in_flight.pop()
         if self.lost:
-            return [Lost(key=request.key)]
+            raise EngineError("the engine lost it")
         number = request.prompt[1:2]
         reason = FinishReason.LENGTH if member % 2 else FinishReason.EOS
         spans = (Span(version=self.version, start=0, end=1),)

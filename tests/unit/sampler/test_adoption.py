@@ -104,7 +104,7 @@ def test_keys_of_one_machine_are_never_taken(tmp_path):
 
 
 def test_own_keys_of_the_data_leave_the_others_to_the_run(tmp_path):
-    config = short(tmp_path, '[join]\naccept = ["hf:acme/sums"]\n[task.data]\ncache_dir = "/big"\nwhere = {}\n')
+    config = short(tmp_path, '[join]\naccept = ["hf:acme/sums@main"]\n[task.data]\ncache_dir = "/big"\nwhere = {}\n')
     stated = {"prompt": "question", "answer": "solution", "where": {"level": 3}}
     run = {"name": "hf:acme/sums@main[train]", "data": stated}
     found = adopt(config, statement(CONTRACT, task=run))
@@ -118,7 +118,9 @@ def test_own_keys_of_the_data_leave_the_others_to_the_run(tmp_path):
 
 @pytest.mark.parametrize(("name", "answer"), [("hf:acme/sums[test]", "solution"), ("hf:acme/other[test]", "answer")])
 def test_another_data_set_has_its_own_columns(tmp_path, name, answer):
-    config = short(tmp_path, f'[join]\naccept = ["hf:acme/sums"]\n[task]\nname = "{name}"\n[task.data]\nwhere = {{}}\n')
+    config = short(
+        tmp_path, f'[join]\naccept = ["hf:acme/sums@main"]\n[task]\nname = "{name}"\n[task.data]\nwhere = {{}}\n'
+    )
     found = adopt(
         config, statement(CONTRACT, task={"name": "hf:acme/sums@main[train]", "data": {"answer": "solution"}})
     )

@@ -1,4 +1,4 @@
-"""Several engines behind one: requests go where least is under way, and what one loses does not stop the others."""
+"""Several engines behind one: requests go where least is under way, and what one loses is lost on all."""
 
 import threading
 from collections import deque
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, EngineDied, EngineError, StaleWeights
-from heterorl.common.generation.inference_engine import Finished, Lost, Request, generate_all, in_order
+from heterorl.common.generation.inference_engine import Finished, Request, generate_all, in_order
 from heterorl.sampler.engines import EngineGroup
 from tests.support.engines import PROMPTS, Truth, disturbed, hf_engine, semantics, write_model
 
@@ -126,91 +126,47 @@ def test_what_ends_comes_under_its_own_key(group, engines):
     assert [(one.key, one.member) for one in group.collect()] == [(90, 0)]
 
 
-def test_one_dead_engine_loses_its_requests_and_the_others_go_on(group, engines, caplog):
+@pytest.mark.parametrize("number", range(3))
+def test_what_one_engine_loses_is_lost_on_all_until_a_load(group, engines, number, caplog):
     for key in range(6):
         group.submit(request(key))
-    engines[1].die()
+    engines[number].die()
 
-    lost = group.collect()
+    with pytest.raises(EngineDied, match="killed"):
+        group.collect()
 
-    assert lost == [Lost(key=1), Lost(key=4)]
-    assert "engine 1 of 3 is out until it has loaded a version: killed" in caplog.text
-    assert (group.version, group.is_whole, group.max_running) == (0, False, 8)
-    for key in range(6, 10):
-        group.submit(request(key))
-    assert engines[1].requests == {}
-    engines[0].end(0)
-    assert [one.key for one in group.collect()] == [0]
-
-
-def test_the_version_again_starts_what_is_out_and_leaves_the_others_alone(group, engines):
-    group.submit(request(0))
-    engines[0].die()
-    assert group.collect() == [Lost(key=0)]
-
+    assert f"engine {number} of 3 failed, and all lose their requests: killed" in caplog.text
+    assert (group.version, [engine.requests for engine in engines]) == (-1, [{}] * 3)
+    assert group.collect() == []
     group.load(None, 0)
-
-    assert (group.is_whole, group.version) == (True, 0)
-    assert [engine.loads for engine in engines] == [[0, 0], [0], [0]]
-    group.submit(request(1))
-    assert len(engines[0].requests) == 1
-
-
-def test_a_swap_that_fails_in_one_engine_is_that_engines_alone(group, engines):
-    group.submit(request(0))
-    group.submit(request(1))
-    engines[1].load_failure = StaleWeights(1, difference=1.0, tolerance=0.1)
-
-    group.load(None, 1)
-
-    assert (group.version, group.is_whole) == (1, False)
-    assert group.collect() == [Lost(key=1)]
+    assert (group.version, [engine.loads for engine in engines]) == (0, [[0, 0]] * 3)
+    group.submit(request(7))
     engines[0].end(0)
-    assert [one.key for one in group.collect()] == [0]
+    assert [one.key for one in group.collect()] == [7]
 
 
-def test_a_swap_that_fails_everywhere_is_the_groups(group, engines):
+@pytest.mark.parametrize("failure", [StaleWeights(1, difference=1.0, tolerance=0.1), OSError("no space left")])
+def test_a_swap_that_fails_in_one_engine_is_the_groups(group, engines, failure):
     group.submit(request(0))
-    for engine in engines:
-        engine.load_failure = StaleWeights(1, difference=1.0, tolerance=0.1)
+    engines[1].load_failure = failure
 
-    with pytest.raises(StaleWeights):
+    with pytest.raises(type(failure)):
         group.load(None, 1)
 
     assert group.version == -1
-    with pytest.raises(EngineError, match="all engines are out"):
-        group.submit(request(1))
     # Said once.
-    with pytest.raises(StaleWeights):
+    with pytest.raises(EngineError, match="a swap failed"):
         group.collect()
     assert group.collect() == []
     group.load(None, 1)
-    assert (group.version, group.is_whole) == (1, True)
+    assert (group.version, [engine.version for engine in engines]) == (1, [1] * 3)
 
 
-def test_the_last_dead_engine_raises(group, engines):
-    for key in range(3):
-        group.submit(request(key))
-    lost = []
-    for engine in engines[:2]:
-        engine.die()
-        lost += group.collect()
-    engines[2].die()
-
-    assert lost == [Lost(key=0), Lost(key=1)]
-    with pytest.raises(EngineDied, match="killed"):
-        group.collect()
-    assert group.version == -1
-
-
-def test_a_dead_engine_is_passed_over_by_submit(group, engines):
-    engines[0].version = -1
-    group.submit(request(0))
-
-    assert [len(engine.requests) for engine in engines] == [0, 1, 0]
-    assert not group.is_whole
+def test_a_refused_request_is_in_no_engine(group, engines):
     with pytest.raises(ConfigError, match="no room"):
         group.submit(request(1, seed=-1))
+
+    assert group.collect() == []
 
 
 def test_cancel_wakes_who_waits_and_late_ends_are_nobodys(group, engines):
@@ -244,11 +200,6 @@ def test_one_wrong_engine_is_the_groups_word(group, engines):
     assert group.score([]) is wrong
 
     engines[2].scores = EngineDied("killed")
-    assert group.score([]) is wrong
-    assert not group.is_whole
-    engines[1].scores = EngineDied("killed")
-    assert group.score([]) is right
-    engines[0].scores = EngineDied("killed")
     with pytest.raises(EngineDied):
         group.score([])
 
@@ -306,92 +257,12 @@ def test_a_death_that_is_told_twice_is_still_told_to_who_collects():
     group = EngineGroup([engine])
     group.load(None, 0)
     group.submit(request(0))
-    engine.scores, engine.load_failure = EngineDied("killed"), EngineDied("killed again")
+    engine.load_failure = EngineDied("killed")
+    for _ in range(2):
+        with pytest.raises(EngineDied):
+            group.load(None, 0)
+        engine.load_failure = EngineDied("killed again")
 
-    with pytest.raises(EngineDied):
-        group.score([])
-    with pytest.raises(EngineDied):
-        group.load(None, 0)
-
-    with pytest.raises(EngineDied):
+    with pytest.raises(EngineError, match="a swap failed"):
         group.collect()
     group.close()
-
-
-def test_a_new_version_does_not_wait_for_an_engine_that_is_out(group, engines):
-    group.submit(request(0))
-    engines[0].die()
-    assert group.collect() == [Lost(key=0)]
-
-    group.load(None, 1)
-    assert [engine.loads for engine in engines] == [[0], [0, 1], [0, 1]]
-    assert (group.version, group.is_whole) == (1, False)
-
-    group.load(None, 1)
-    assert [engine.loads for engine in engines] == [[0, 1], [0, 1], [0, 1]]
-    assert group.is_whole
-
-
-def test_versions_do_not_wait_for_the_start_of_one_engine(engines):
-    begun, may_end, restarted = threading.Event(), threading.Event(), []
-
-    def restart(number):
-        begun.set()
-        may_end.wait()
-        restarted.append(number)
-
-    group = EngineGroup(engines, restart=restart)
-    group.load(None, 0)
-    group.submit(request(0))
-    engines[0].die()
-    assert group.collect() == [Lost(key=0)]
-
-    for version in (0, 1, 1, 2):
-        group.load(None, version)
-        assert (group.version, group.is_whole) == (version, False)
-    assert begun.wait(10)
-    starting = group._members[0].start
-    may_end.set()
-    starting.join()
-    assert engines[0].loads == [0], "a start is no load"
-
-    group.load(None, 3)
-    assert (group.version, group.is_whole, restarted) == (3, True, [0])
-    assert [engine.loads for engine in engines] == [[0, 3], [0, 1, 2, 3], [0, 1, 2, 3]]
-    group.close()
-
-
-def test_a_start_that_fails_is_tried_again_and_engines_that_are_all_out_wait_for_it(engines, caplog):
-    results = [EngineDied("no device"), None]
-
-    def restart(number):
-        if (result := results.pop(0)) is not None:
-            raise result
-
-    group = EngineGroup(engines, restart=restart)
-    group.load(None, 0)
-    engines[0].version = -1
-    group.submit(request(0))
-    for _ in range(2):
-        group.load(None, 0)
-        if (starting := group._members[0].start) is not None:
-            starting.join()
-    assert "engine 0 of 3 does not start: no device" in caplog.text
-    for engine in engines:
-        engine.version = -1
-    with pytest.raises(EngineError):
-        group.submit(request(1))
-
-    group.load(None, 1)
-
-    assert (group.version, group.is_whole, results) == (1, True, [])
-    group.close()
-
-
-def test_weights_that_cannot_be_written_for_one_engine_stop_that_one_alone(group, engines):
-    engines[1].load_failure = OSError("no space left")
-
-    group.load(None, 1)
-
-    assert (group.version, group.is_whole) == (1, False)
-    assert [engine.version for engine in engines] == [1, -1, 1]

@@ -5,16 +5,21 @@ import dataclasses
 import json
 import re
 import threading
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 from heterorl.common.errors import ContractMismatch, CorruptStore, DiskFull, InvalidRequest, NotRegistered, Unreachable
 from heterorl.common.generation.inference_engine import ScoredText
+from heterorl.common.process import notify
+from heterorl.common.process.clock import SystemClock
 from heterorl.common.types.policy import HeadUpdate
 from heterorl.common.types.rollout import PushOutcome, PushStatus, WorkAssignment, WorkGrant
 from heterorl.common.types.run import Command
+from heterorl.sampler import sampler_app
 from heterorl.sampler.outbox.outbox import Outbox
+from heterorl.sampler.sampler_config import SamplerConfig
 from heterorl.sampler.trust_record import RunReplaced
 from tests.support.limits import WAIT_S
 from tests.support.run import CONTRACT
@@ -708,3 +713,27 @@ async def test_sampler_repeats_its_question_until_it_is_answered(world):
     leased = "SELECT count(*) FROM work WHERE is_leased = 1"
     (parked,) = await world.core.database.run(lambda c: c.execute(leased).fetchone())
     assert parked <= 2 * 2, "what it is at and what it asked for, nothing beside"
+
+
+async def test_sampler_that_runs_has_its_engine_watched(tmp_path, monkeypatch):
+    watched = []
+
+    async def run(stop, on_ready):
+        watched.append(process.watch.silent_s())
+
+    collector = SimpleNamespace(silent_s=lambda: 7.0)
+    sampler = SimpleNamespace(
+        session=None, generation=SimpleNamespace(collector=collector), run=run, close=lambda: None
+    )
+
+    async def built(*_):
+        return sampler
+
+    monkeypatch.setattr(sampler_app, "_built", built)
+    process = notify.Process(
+        stop=asyncio.Event(), notifier=notify.Notifier(), clock=SystemClock(), watch=notify.Watch()
+    )
+    config = SamplerConfig(site="eu", state_dir=tmp_path, model_dir="m", metrics_port=0, tls={"insecure": True})
+    await sampler_app._sample(config, process)
+
+    assert watched == [7.0]

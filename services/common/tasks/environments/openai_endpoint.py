@@ -7,7 +7,6 @@ until the environment calls `answer` or `refuse_rest`.
 
 import hmac
 import json
-import os
 import re
 import secrets
 import socketserver
@@ -32,8 +31,6 @@ from heterorl.common.tasks.environments.openai_chat import (
 )
 from heterorl.common.tasks.task import Message
 
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
-"""Names of this machine."""
 MODEL = "policy"
 """Name of the only model; other names are accepted."""
 MAX_BODY_BYTES = 16 << 20
@@ -51,15 +48,6 @@ class _Turn:
     message: dict[str, Any] = field(default_factory=dict)
     is_cut: bool = False
     refusal: RequestRefused | None = None
-
-
-def except_loopback() -> None:
-    """Let no proxy of this process stand between processes of this machine.
-
-    Clients read that when they are made.
-    """
-    known = os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")).split(",")
-    os.environ["NO_PROXY"] = os.environ["no_proxy"] = ",".join(dict.fromkeys(filter(None, [*known, *LOOPBACK])))
 
 
 class Endpoint:

@@ -249,13 +249,11 @@ class ProgramEnvironment(EndpointEpisode):
         self._events.put(process.wait())
 
     def _variables(self, seed: int) -> dict[str, str]:
-        # No proxy for this machine.
-        here = ",".join(filter(None, [os.environ.get("NO_PROXY", os.environ.get("no_proxy", "")), "127.0.0.1"]))
-        own = {
+        return {
+            **os.environ,
             f"{self._prefix}_BASE_URL": self._endpoint.base_url, f"{self._prefix}_API_KEY": self._endpoint.api_key,
             "HETERORL_SEED": str(seed), _PLACE: f"/proc/{os.getpid()}/fd/{self._reward}",
         }  # fmt: skip
-        return {**os.environ, **own, "NO_PROXY": here, "no_proxy": here}
 
 
 def _prepare() -> None:

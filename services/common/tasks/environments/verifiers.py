@@ -29,15 +29,9 @@ from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
 
+from heterorl.common.process.address import is_loopback
 from heterorl.common.tasks.environments.openai_chat import OVER, RequestRefused
-from heterorl.common.tasks.environments.openai_endpoint import (
-    LOOPBACK,
-    MODEL,
-    Endpoint,
-    EndpointEpisode,
-    except_loopback,
-    over,
-)
+from heterorl.common.tasks.environments.openai_endpoint import MODEL, Endpoint, EndpointEpisode, over
 from heterorl.common.tasks.rewards.worker_main import LoadError, imported, refuse_two, reward_files
 from heterorl.common.tasks.task import Message
 
@@ -59,7 +53,6 @@ def load(name: str, directory: str) -> tuple[Callable[[], VerifiersEpisode], dic
         ImportError: verifiers is not installed.
         ValueError: there is no such environment, or it cannot be played here.
     """
-    except_loopback()
     vf = importlib.import_module("verifiers.v1")
     chat = importlib.import_module("heterorl.common.tasks.environments.verifiers_chat")
     raw = _configured(name, directory)
@@ -144,7 +137,7 @@ def _refuse_judges(vf: Any, config: Any) -> None:
     task = config.taskset.task
     judges = [*task.judges, *(value for _, value in task if isinstance(value, vf.JudgeConfig))]
     for judge in judges:
-        if urlsplit(judge.base_url).hostname not in LOOPBACK and not os.environ.get(judge.api_key_var):
+        if not is_loopback(f"{urlsplit(judge.base_url).hostname}:0") and not os.environ.get(judge.api_key_var):
             words = f"its rubric asks the model {judge.model} at {judge.base_url}, over the network"
             raise ValueError(f"{words}: set {judge.api_key_var} on every node, or the base_url of a server of yours")
 

@@ -19,6 +19,7 @@ import sympy
 from math_verify import parse, verify
 from math_verify.errors import TimeoutException
 from math_verify.grader import get_pct_val
+from sympy.core.function import AppliedUndef
 
 from heterorl.common.tasks.rewards.latex_signs import signs_as_latex, words_as_signs
 from heterorl.common.tasks.rewards.math_expressions import (
@@ -240,6 +241,7 @@ def _is_equal(answer: Any, given: Any) -> bool:
     (answer, unit), (given, given_unit) = _measured(answer), _measured(given)
     if unit.differs_from(given_unit):
         return False
+    answer, given = map(_named, (answer, given))
     if not isinstance(answer, sympy.Basic) or not answer.has(sympy.Eq):
         given = _solved(given)
     elif isinstance(given, sympy.Tuple | sympy.Interval) and isinstance(answer, sympy.FiniteSet):
@@ -256,6 +258,15 @@ def _is_equal(answer: Any, given: Any) -> bool:
     if unit == PERCENT and not any(given_unit) and isinstance(answer, sympy.Expr):
         return _is_same(answer / 100, given)
     return given_unit == PERCENT and not any(unit) and isinstance(given, sympy.Expr) and _is_same(answer, given / 100)
+
+
+def _named(read: Any) -> Any:
+    """Equations with a name in place of f(2)."""
+    if isinstance(read, sympy.FiniteSet | sympy.Tuple | sympy.And):
+        return read.func(*map(_named, getattr(read, "_unsorted_args", read.args)), evaluate=False)
+    # To the library f(2) = 3 equals f(2) = 4, and not 3.
+    is_function = isinstance(read, sympy.Eq) and isinstance(read.lhs, AppliedUndef)
+    return sympy.Eq(sympy.Symbol(str(read.lhs)), read.rhs, evaluate=False) if is_function else read
 
 
 def _unnumbered(answer: Any, given: Any) -> tuple[Any, Any]:

@@ -286,6 +286,7 @@ _BRACED = re.compile(r"(?:\\left)?\s*\\\{.*\\\}", re.DOTALL)
 _BARE_PERCENT = re.compile(r"(?<!\\)%")
 _NAMED = re.compile(r"(?=[^=]*[A-Za-z])(?:\\[ ,;]|[A-Za-z\\\s\[\](){}_|'~])++=(?P<value>.+)", re.DOTALL)
 """A value behind a name that is no mathematics, such as the area [ABC]."""
+_NUMBER_OR_LIST = re.compile(r"-?[1-9]\d{0,2}(?:,[1-9]\d\d)+")
 # Units are removed here: the library reads t of 4s+3t as tons.
 _NORMAL = replace(LatexExtractionConfig().normalization_config, units=False)
 
@@ -308,6 +309,8 @@ def readings(text: str) -> list[Any]:
     option = None if is_list else _OPTION_AND_VALUE.fullmatch(inner)
     if option is None:
         found = [read_expression(inner if _OPTION.fullmatch(inner) else text)]
+        if _NUMBER_OR_LIST.fullmatch(inner) and len(parts := set(inner.split(","))) > inner.count(","):
+            found.append(sympy.FiniteSet(*map(sympy.Integer, parts)))
     else:
         letter, value = Text((option[1] or option[2]).casefold()), read_expression(option[3])
         # B. D is no answer D.

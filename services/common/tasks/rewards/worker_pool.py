@@ -101,8 +101,7 @@ class WorkerProcess:
                 stderr=subprocess.PIPE,
                 bufsize=0,
                 start_new_session=True,
-                # Equal order of sets in all workers.
-                env={**os.environ, "PYTHONHASHSEED": "0"},
+                env=_variables(),
             )
         except OSError as error:
             raise RewardError(f"the system starts no process that computes rewards: {error}") from error
@@ -270,6 +269,14 @@ class WorkerPool:
                 raise RewardError("the pool of reward workers is closed")
             # Last used first.
             return (self._running or self._idle).pop()
+
+
+def _variables() -> dict[str, str]:
+    """Environment of a worker: no proxy between processes of this machine."""
+    known = [name for key in ("NO_PROXY", "no_proxy") for name in os.environ.get(key, "").split(",")]
+    direct = ",".join(dict.fromkeys(filter(None, [*known, "127.0.0.1", "::1", "localhost"])))
+    # Equal order of sets in all workers.
+    return {**os.environ, "NO_PROXY": direct, "no_proxy": direct, "PYTHONHASHSEED": "0"}
 
 
 def _status(process: subprocess.Popen[bytes]) -> int | None:

@@ -1,13 +1,11 @@
 """Rows of a dataset by name: commit, download, mapped Arrow table, digest.
 
-A branch moves, so nodes that start on two days would train on two datasets. A node therefore pins a branch to its
-commit when it first starts, in a note in its own directory; the contract's digest exposes a node with another commit. A
-repository is downloaded once; later starts need no network (HF_HUB_OFFLINE=1).
+A branch moves, so nodes that start on two days would train on two datasets: a name has a commit. A repository is
+downloaded once; later starts need no network (HF_HUB_OFFLINE=1).
 """
 
 import glob
 import json
-import logging
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +15,6 @@ from typing import Any
 import blake3
 
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.common.process.files import replacing
 from heterorl.common.tasks.source_config import DataConfig
 from heterorl.common.tasks.sources.arrow_rows import ArrowRows
 
@@ -189,23 +186,25 @@ def _words(error: BaseException) -> str:
     return " ".join(f"{type(cause).__name__}: {cause}".split())[:300]
 
 
-def open_repository(text: str, config: DataConfig, *, notes: Path | None) -> tuple[ArrowRows, ArrowRows | None]:
+def open_repository(text: str, config: DataConfig) -> tuple[ArrowRows, ArrowRows | None]:
     """Training rows, and the held-out split's rows if one is named.
 
-    `text` is `NAME@REVISION[split]`, or a directory with its split; for `notes` see `pinned`.
+    `text` is `NAME@COMMIT[split]`, or a directory with its split.
 
     Raises:
-        ConfigError: no such dataset, revision, subset or split.
+        ConfigError: no commit is named, or there is no such dataset, commit, subset or split.
         DependencyMissing: the datasets library is not installed.
     """
     key = "task.name"
     name = parse(key, text)
     if name.is_local:
         directory = Path(name.place).expanduser()
+    elif not _COMMIT.fullmatch(name.revision):
+        action = f"write hf:{name.place}@COMMIT[{name.split}], 40 digits from its page of commits; or a directory"
+        raise ConfigError(key, f"hf:{text} names no commit, and a branch moves", action=action)
     else:
-        commit = pinned(key, name, notes=notes, cache_dir=config.cache_dir)
         files = (*config.files, "README.md") if config.files else ()
-        directory = download(key, name, commit, files=files, cache_dir=config.cache_dir)
+        directory = download(key, name, files=files, cache_dir=config.cache_dir)
 
     held_out = None
     if split := config.evaluation_split:
@@ -241,72 +240,18 @@ class HubName:
     def is_local(self) -> bool:
         return self.place.startswith(("/", ".", "~"))
 
-    @property
-    def is_pinned(self) -> bool:
-        """Whether the revision is a commit."""
-        return bool(_COMMIT.fullmatch(self.revision))
-
-    def at(self, commit: str) -> str:
-        return f"hf:{self.place}@{commit}[{self.split}]"
-
 
 def parse(key: str, text: str) -> HubName:
     """Parse the text behind `hf:`; raise ConfigError for `key`."""
     found = _LOCAL.fullmatch(text) or _FORM.fullmatch(text)
     if found is None:
-        raise ConfigError(
-            key, f"hf:{text} is not hf:NAME@REVISION[split]", action="for example hf:acme/sums@main[train]"
-        )
+        raise ConfigError(key, f"hf:{text} is not hf:NAME@COMMIT[split]", action="docs/recipes.md has an example")
     parts = found.groupdict()
     return HubName(place=parts["place"], revision=parts.get("revision") or "", split=parts["split"] or "train")
 
 
-NOTES = "sources.json"
-"""File of the pinned commits, in a node's state directory."""
-_LOG = logging.getLogger(__name__)
-
-
-def pinned(key: str, name: HubName, *, notes: Path | None, cache_dir: str) -> str:
-    """The commit to read; a branch is resolved once, noted in `notes`.
-
-    Errors name `key`. An empty `cache_dir` is the library's own. Raises ConfigError if no revision is named, or it
-    cannot be resolved.
-    """
-    if name.is_pinned:
-        return name.revision
-    if not name.revision:
-        problem = f"hf:{name.place} names no revision"
-        action = f"write hf:{name.place}@REVISION[{name.split}], a commit or a branch; or a directory, as hf:/data/sums"
-        raise ConfigError(key, problem, action=action)
-    known = _read(key, notes)
-    written = f"{name.place}@{name.revision}"
-    if written in known:
-        return known[written]
-    # One small file: the name of its cache directory is the commit.
-    commit = download(key, name, name.revision, files=("README.md",), cache_dir=cache_dir).name
-    _LOG.warning(
-        "%s: %s of %s is commit %s from now on; write %s on every node",
-        key, name.revision, name.place, commit, name.at(commit),
-    )  # fmt: skip
-    if notes is not None:
-        notes.parent.mkdir(parents=True, exist_ok=True)
-        with replacing(notes) as file:
-            file.write(json.dumps({**known, written: commit}, indent=1).encode())
-    return commit
-
-
-def _read(key: str, notes: Path | None) -> dict[str, str]:
-    if notes is None or not notes.exists():
-        return {}
-    try:
-        known = json.loads(notes.read_bytes())
-    except (OSError, ValueError) as error:
-        raise ConfigError(key, f"cannot read {notes}: {error}", action="remove it to resolve branches again") from error
-    return {str(written): str(commit) for written, commit in known.items()}
-
-
-def download(key: str, name: HubName, revision: str, *, files: Sequence[str], cache_dir: str) -> Path:
-    """A repository's directory at a revision, from the hub, else the cache.
+def download(key: str, name: HubName, *, files: Sequence[str], cache_dir: str) -> Path:
+    """A repository's directory at a commit, from the hub, else the cache.
 
     Downloads the files of the patterns `files`, or all without patterns.
 
@@ -322,12 +267,12 @@ def download(key: str, name: HubName, revision: str, *, files: Sequence[str], ca
         place = snapshot_download(
             name.place,
             repo_type="dataset",
-            revision=revision,
+            revision=name.revision,
             allow_patterns=list(files) or None,
             cache_dir=str(Path(cache_dir) / "hub") if cache_dir else None,
         )
     except (OSError, ValueError) as error:
-        problem = f"cannot get {name.place} at {revision} from the hub: {str(error).splitlines()[0]}"
+        problem = f"cannot get {name.place} at {name.revision} from the hub: {str(error).splitlines()[0]}"
         raise ConfigError(
             key, problem, action="correct the name, or copy the cache of a machine that has it"
         ) from error

@@ -74,6 +74,20 @@ def test_a_url_alone_is_a_reward():
     assert server.paths == ["/score"]
 
 
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_a_service_of_this_machine_is_asked_through_no_proxy(monkeypatch, host):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("no_proxy", "other.example")
+    with serving(lengths) as server, task_of(http(server, url=server.url.replace("127.0.0.1", host))) as task:
+        assert task.score(task.prompt(0), "four")[0].value == 0.4
+
+
+def test_a_service_elsewhere_is_asked_through_the_proxy(monkeypatch):
+    with serving(lengths) as proxy, task_of({"kind": "http", "url": "http://judge.example"}) as task:
+        monkeypatch.setenv("http_proxy", proxy.url)
+        assert task.score(task.prompt(0), "four")[0].value == 0.4
+
+
 def test_a_group_is_one_question_where_the_service_wants_it_so():
     with serving(lengths) as server, task_of(http(server, batch="group")) as task:
         rows = list(score_group(task, task.prompt(0), ["a", "bb", "ccc"]))

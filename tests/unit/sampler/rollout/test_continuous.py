@@ -147,20 +147,6 @@ async def test_swap_that_drains_waits_for_what_is_under_way_and_lets_nothing_mor
     assert sum((await world.core.get_status()).ledger.dropped.values()) == 0
 
 
-async def test_one_engine_of_several_is_started_again_beside_what_the_others_do(world):
-    world.settings |= {"swap": "drain"}
-    await generating(world)
-    drafts = world.sampler.generation.collector.drafts
-    await world.until(lambda: drafts.num_running)
-    world.engine.is_whole = False
-
-    # Nothing ends meanwhile.
-    await world.until(lambda: len(world.engine.loaded) >= 2)
-
-    assert drafts.num_running
-    assert {version for version, _ in world.engine.loaded} == {0}
-
-
 async def test_swap_beside_what_is_under_way_gives_each_group_its_oldest_root_and_forgets_the_others(world):
     pushed = []
 

@@ -7,11 +7,13 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, DiskFull, EngineDied, PermissionDenied, StaleWeights, Unreachable
-from heterorl.common.generation.inference_engine import Lost, ScoredText
+from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.process import metrics
 from heterorl.common.types.rollout import ReturnReason
+from heterorl.sampler.rollout.completion_collector import HUNG_S, HUNG_TIMES, SWAP_S
 from heterorl.sampler.rollout.in_flight_groups import MAX_NOTED, NAME, InFlightNote
 from heterorl.sampler.trust_record import RunReplaced
+from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
 
 
@@ -49,6 +51,60 @@ async def test_engine_that_fails_its_canary_gets_the_version_again_and_no_work_m
     assert failures("stale") == before + 4
     assert [version for version, _ in world.engine.loaded] == [0, 1]
     assert world.sampler.generation.reported().policy_version == 1
+
+
+@pytest.fixture
+async def asked(world):
+    """The silence of an engine that has given completions and is asked for more."""
+    await generating(world)
+    world.engine.is_paced = True
+    await world.until(lambda: world.engine.num_batches >= 3)
+    world.engine.is_paced = False
+    world.engine.proceed.clear()
+    world.engine.pace.release(9)
+    await world.until(lambda: world.engine.is_held)
+    return world.sampler.generation.collector.silent_s
+
+
+async def test_engine_that_hangs_is_late_after_many_times_its_longest_completion(world, asked):
+    collector, max_tokens = world.sampler.generation.collector, CONTRACT.sampling.max_new_tokens
+    limit_s = max(HUNG_S, HUNG_TIMES * max_tokens * collector._token_s)
+    await world.passed(limit_s - 20.0, step_s=10.0)
+    assert asked() == 0.0
+    await world.passed(100.0, step_s=50.0)
+    assert asked() > 0.0
+
+    # Completions of an evaluation may be longer.
+    collector.evaluation_requests.longest = 10 * max_tokens * round(limit_s / collector._token_s)
+    assert asked() == 0.0
+    world.engine.proceed.set()
+    batches = world.engine.num_batches
+    await world.until(lambda: world.engine.num_batches > batches)
+    assert asked() == 0.0
+
+
+async def test_swap_may_take_longer_than_a_pass_and_not_forever(world, asked):
+    world.sampler.generation.collector._token_s = 1e-9
+    world.engine.may_load.clear()
+    await world.sampler.generation.swap.running.acquire()
+    await world.passed(HUNG_S + SWAP_S - 300.0, step_s=100.0)
+    assert asked() == 0.0
+    await world.passed(500.0, step_s=100.0)
+    assert asked() > 0.0
+
+    world.sampler.generation.swap.running.release()
+    world.sampler.generation.collector.note_swapped()
+    assert asked() == 0.0
+
+
+async def test_first_completions_may_take_any_time(world):
+    await world.run.publish()
+    world.start()
+    world.engine.proceed.clear()
+    await world.until(lambda: world.engine.is_held)
+    await world.passed(100 * HUNG_S, step_s=HUNG_S)
+
+    assert world.sampler.generation.collector.silent_s() == 0.0
 
 
 @pytest.mark.slow
@@ -98,48 +154,6 @@ async def test_engine_that_dies_while_it_scores_the_canary_loads_its_version_aga
 
     assert [version for version, _ in world.engine.loaded] == [0, 1, 1]
     assert world.sampler.generation.reported().policy_version == 1
-
-
-@pytest.mark.slow
-async def test_one_engine_of_several_that_is_out_is_started_again_ever_more_rarely(world):
-    await generating(world)
-    batches, began = world.engine.num_batches, world.clock.monotonic()
-    world.engine.is_whole = False
-
-    await world.until(lambda: len(world.engine.loaded) >= 8)
-
-    # The version that it has, while the others generate with it.
-    assert {version for version, _ in world.engine.loaded} == {0}
-    assert world.engine.num_batches > batches
-    assert world.clock.monotonic() - began > 10
-    # A new version does not wait for the next attempt.
-    await world.run.publish()
-    await world.until(lambda: world.engine.version == 1)
-    world.engine.is_whole = True
-    loaded = len(world.engine.loaded)
-    await world.passed(400.0, step_s=2.0)
-    assert len(world.engine.loaded) == loaded
-
-
-async def test_a_row_that_ends_one_engine_of_several_is_closed(world):
-    await world.run.publish()
-    world.start()
-    collect, tries = world.engine.collect, []
-
-    def lossy():
-        ended = collect()
-        seed = world.engine.submitted[0].seed
-        keys = {request.key for request in world.engine.submitted if request.seed == seed}
-        lost = {one.key for one in ended} & keys
-        tries.extend(lost)
-        return [*(one for one in ended if one.key not in lost), *(Lost(key=key) for key in lost)]
-
-    world.engine.collect = lossy
-    await world.passed(60.0, step_s=0.5)
-
-    assert (await world.core.get_status()).ledger.closed == {ReturnReason.ENGINE_FAILED: 1}
-    assert len(tries) == 3
-    assert await world.ledger_acked() > 10
 
 
 async def test_assignments_that_an_engine_lost_in_an_outage_return_with_the_link(tmp_path):

@@ -23,7 +23,6 @@ from heterorl.common.types.rollout import FinishReason, RewardPart, WorkAssignme
 from heterorl.common.weights.arena import Arena
 from heterorl.sampler.rollout.completion_collector import WorkLog
 from heterorl.sampler.rollout.group_builder import GroupBuilder
-from tests.support.clock import ManualClock
 from tests.support.limits import WAIT_S
 from tests.support.sampler_world import World
 
@@ -81,21 +80,6 @@ def work(*indices):
     return [WorkAssignment(id=100 + index, prompt_index=index, seed=1000 + index, lease_s=60.0) for index in indices]
 
 
-def test_time_of_a_group_begins_behind_the_prompts_that_begin_with_it(parts):
-    """A prompt of an environment begins an episode, which takes seconds."""
-    clock = ManualClock()
-
-    class Slow(LengthTask):
-        def prompt(self, index):
-            clock.advance(4.0)
-            return super().prompt(index)
-
-    builder = dataclasses.replace(maker_of(parts), task=Slow(), clock=clock)
-    drafts, _ = builder.begin(work(0, 1, 2), version=5)
-
-    assert [draft.begun_at for draft in drafts] == [clock.monotonic()] * 3
-
-
 def test_prompts_that_begin_episodes_begin_them_together(parts):
     together = threading.Barrier(3)
 
@@ -106,7 +90,7 @@ def test_prompts_that_begin_episodes_begin_them_together(parts):
 
     conversations = SimpleNamespace(max_live=8, of=lambda prompt: None)
     builder = dataclasses.replace(maker_of(parts), task=Reset(), conversations=conversations)
-    drafts, _ = builder.begin(work(2, 0, 1), version=5)
+    drafts, _ = builder.begin(work(2, 0, 1))
 
     assert [draft.prompt.index for draft in drafts] == [2, 0, 1]
 
@@ -114,7 +98,7 @@ def test_prompts_that_begin_episodes_begin_them_together(parts):
 def made(parts, builder, assignments):
     """Their groups, and the assignments that gave none."""
     engine, _ = parts
-    drafts, _ = builder.begin(assignments, version=5)
+    drafts, _ = builder.begin(assignments)
     members = generate_all(
         engine,
         [draft.prompt_token_ids for draft in drafts],

@@ -249,7 +249,7 @@ async def test_turns_of_a_group_are_gone_before_it_is_handed_back(play):
     assert not left
 
 
-@pytest.mark.parametrize("seconds", [590.0, 610.0])
+@pytest.mark.parametrize("seconds", [500.0, 610.0])
 @pytest.mark.parametrize("turns", [1, 2])
 async def test_trajectory_that_took_too_long_goes_back(play, monkeypatch, turns, seconds):
     # A contract of one turn states no time.

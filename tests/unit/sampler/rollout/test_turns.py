@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import EnvironmentFailed, PromptTooLong, ToolLost
-from heterorl.common.generation.inference_engine import Completion, Lost
+from heterorl.common.generation.inference_engine import Completion
 from heterorl.common.model.logprobs import turn_seed
 from heterorl.common.process import metrics
 from heterorl.common.tasks.task import Prompt
@@ -134,33 +134,6 @@ async def test_group_with_too_few_members_left_goes_back(play, caplog):
     await world.until_acknowledged(1)
 
 
-async def test_turn_that_an_engine_lost_is_asked_for_again_once(play, monkeypatch):
-    games = Games(length=2)
-    world = await play(games)
-    real, lost = world.engine.collect, []
-
-    def collect():
-        found = real()
-        turns = [one for one in found if one.key in later() and len(lost) < 3]
-        if not turns:
-            return found
-        one = turns[0]
-        lost.append(one.key)
-        return [Lost(key=one.key) if each is one else each for each in found]
-
-    def later():
-        first = {request.key for request in world.engine.submitted if request.num_completions == 1}
-        return first
-
-    world.engine.collect = collect
-    groups = await collected(world, monkeypatch, 3)
-
-    reasons = [rollout.finish_reason for group in groups for rollout in group.rollouts]
-    assert len(lost) == 3
-    assert FinishReason.EOS in reasons
-    assert reasons.count(FinishReason.ENGINE_FAILED) <= 1
-
-
 async def test_metrics_count_turns_endings_tokens_and_the_time_of_engine_and_environments(play, monkeypatch):
     def counted():
         found = {
@@ -242,6 +215,48 @@ async def test_no_more_groups_begin_than_can_play(play):
     assert world.sampler.generation.num_in_flight == 2
     games.go.set()
     await world.until_acknowledged(6)
+
+
+async def test_members_go_on_while_the_prompts_of_new_groups_begin(play, monkeypatch):
+    games = Games(length=2)
+    games.go.clear()
+    world = await play(games, work_ahead_s=10.0)
+    submit, prompt, submitted, went_on = world.engine.submit, world.task.prompt, threading.Event(), []
+
+    def submitting(request):
+        submit(request)
+        if request.num_completions == 1:
+            submitted.set()
+
+    def slow(index):
+        if world.engine.num_batches:
+            games.go.set()
+            went_on.append(submitted.wait(WAIT_S))
+        return prompt(index)
+
+    world.engine.submit = submitting
+    monkeypatch.setattr(world.task, "prompt", slow)
+    await world.until(lambda: bool(went_on))
+
+    assert all(went_on)
+    await world.until_acknowledged(1)
+
+
+async def test_time_of_a_group_begins_behind_its_prompt(play, monkeypatch):
+    world = await play(Games(length=1))
+    prompt, loop = world.task.prompt, asyncio.get_running_loop()
+
+    async def pass_time():
+        world.clock.advance(40.0)
+
+    def slow(index):
+        asyncio.run_coroutine_threadsafe(pass_time(), loop).result()
+        return prompt(index)
+
+    monkeypatch.setattr(world.task, "prompt", slow)
+    (group, *_) = await collected(world, monkeypatch)
+
+    assert 0.0 <= group.generation_s < 40.0
 
 
 async def test_group_begins_when_the_members_that_go_on_leave_room(play):

@@ -268,7 +268,7 @@ def arena_weights(model: nn.Module, weights: Arena) -> Iterator[None]:
 
 @contextmanager
 def in_bf16(model: nn.Module) -> Iterator[None]:
-    """Let the model compute in bf16, as engines in bf16 do; costs a copy in bf16."""
+    """Let the model compute in bf16; costs a copy."""
     tensors = model.state_dict(keep_vars=True)
     values = {name: tensors[name].detach().to(TORCH_DTYPE[dtype]) for name, dtype in types_of(model, "bf16").items()}
     with _swapped(tensors, values):

@@ -33,7 +33,7 @@ class VerificationConfig(Config):
     to it."""
     logprob_tolerance: float = Field(default=0.08, gt=0)
     """Largest mean |difference| of a rollout's log-probs, nats; a group beyond it is judged in bf16. 1e-4 also shows
-    other versions' weights, if all sites have float32 and swap `drain`."""
+    other versions' weights, if sites have float32 and swap `drain`."""
     group_logprob_tolerance: float = Field(default=0.035, gt=0)
     """The same over a group, where rounding averages out and a wrong temperature does not, nats."""
     margin_tolerance: float = Field(default=0.15, gt=0)

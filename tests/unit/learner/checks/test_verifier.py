@@ -364,6 +364,21 @@ async def test_trusted_site_is_checked_rarely_until_it_fails(site, honest):
     assert versions.asked == [0] * 4
 
 
+async def test_site_whose_drawn_group_names_a_deleted_version_is_checked_at_every_group_again(site, honest):
+    versions = Versions(arena_of(site), known=())
+    verifier = verifier_of(site, versions=versions, rng=random.Random(3), logprob_floor=0.05, full_groups=4)
+    verifier.passed[honest[0].id.site] = 10_000
+    escaped = 0
+    while not versions.asked:
+        finding = await examined(verifier, queued(honest[0]))
+        escaped += finding.is_sound
+    assert finding.reason is None
+    assert escaped < 100
+
+    for _ in range(10):
+        assert not (await examined(verifier, queued(honest[0]))).is_sound
+
+
 def test_numbers_that_are_none_never_pass():
     nan = np.full(3, np.nan, np.float32)
     good = np.zeros(3, np.float32)

@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import operator
 import platform
 import random
 import time
@@ -51,8 +52,8 @@ from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.checks.findings import (
     Replay,
     VerificationConfig,
-    judge_logprobs,
     judge_margins,
+    judge_replays,
     logprob_difference,
 )
 from heterorl.learner.checks.replay import Replayer
@@ -96,22 +97,28 @@ def build_site(model_dir: str, *, digits: int, group_size: int) -> tuple[Site, C
     return site, contract
 
 
-def judge(site: Site, contract: Contract, group: Group) -> tuple[list[dict[str, bool]], list[Replay]]:
-    """For each rollout, which checks it fails; and its numbers."""
+def judge(site: Site, contract: Contract, group: Group) -> tuple[list[dict[str, bool]], list[Replay], bool]:
+    """For each rollout, which checks it fails, and its numbers; whether the learner's replay rejects the group."""
     key = group_key(seed=seed_of(group.assignment, seed=SEED), prompt_index=group.prompt_index)
-    replays = site.replayer.replay(group, key=key)
+    replays, rounded = (site.replayer.replay(group, key=key, is_rounded=wanted) for wanted in (False, True))
     verdicts = []
-    for rollout, replay in zip(group.rollouts, replays, strict=True):
+    for rollout, *forms in zip(group.rollouts, replays, rounded, strict=True):
         alone = seal(dataclasses.replace(group, rollouts=(rollout,)))
+        offs = [logprob_difference(rollout.sampler_logprobs, form.logprobs) for form in forms]
+        is_off = [offset > CONFIG.logprob_tolerance for offset in offs]
+        is_other = [not judge_margins([form], CONFIG).is_sound for form in forms]
+        fails = all(map(operator.or_, is_off, is_other))
         verdicts.append(
             {
                 "ending": bool(ending_problem(columns_of(group_message(alone.data)), contract)),
                 "reward": _is_reward_wrong(site, group, rollout),
-                "log-probs": logprob_difference(rollout.sampler_logprobs, replay.logprobs) > CONFIG.logprob_tolerance,
-                "draws": not judge_margins([replay], CONFIG).is_sound,
+                "log-probs": fails and any(is_off),
+                "draws": fails and any(is_other),
             }
         )
-    return verdicts, replays
+    stated = [rollout.sampler_logprobs for rollout in group.rollouts]
+    is_rejected = not any(judge_replays(stated, form, CONFIG).is_sound for form in (replays, rounded))
+    return verdicts, replays, is_rejected
 
 
 def _is_reward_wrong(site: Site, group: Group, rollout: Rollout) -> bool:
@@ -129,11 +136,10 @@ def measure(site: Site, contract: Contract, cheated: Cheated) -> dict[str, Any]:
     for group, changed in zip(*cheated, strict=True):
         if not any(changed):
             continue
-        verdicts, replays = judge(site, contract, group)
+        verdicts, replays, is_rejected = judge(site, contract, group)
         num_groups += 1
         stated = [rollout.sampler_logprobs for rollout in group.rollouts]
-        is_group_off = not judge_logprobs(stated, replays, CONFIG).is_sound
-        groups_caught += is_group_off or any(any(verdict.values()) for verdict in verdicts)
+        groups_caught += is_rejected or any(verdict["ending"] or verdict["reward"] for verdict in verdicts)
         group_differences.append(
             logprob_difference(np.concatenate(stated), np.concatenate([replay.logprobs for replay in replays]))
         )
@@ -254,10 +260,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--honest", type=int, default=40_000, help="honest rollouts of each precision")
     parser.add_argument("--cheated", type=int, default=4_000, help="rollouts of each cheat, before those unchanged")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the model")
     parser.add_argument("--cache", type=Path, default=Path(".cache/heterorl"))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    wanted = WarmStart(digits=FULL.digits, seed=0, target=FULL.warm_start_target, batch_size=FULL.warm_start_batch)
+    wanted = WarmStart(
+        digits=FULL.digits, seed=options.seed, target=FULL.warm_start_target, batch_size=FULL.warm_start_batch
+    )
     model_dir, accuracy = warm_start(wanted, cache=options.cache)
     started = time.perf_counter()
     rows = run(str(model_dir), digits=FULL.digits, num_honest=options.honest, num_cheated=options.cheated)

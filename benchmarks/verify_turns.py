@@ -48,7 +48,7 @@ from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.sealed_groups import columns_of, group_message, seal
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.groups.validation import content_problem
-from heterorl.learner.checks.findings import VerificationConfig, judge_logprobs, judge_margins
+from heterorl.learner.checks.findings import VerificationConfig, judge_logprobs, judge_margins, judge_replays
 from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.checks.reward_checks import judge_rewards
 from heterorl.learner.learner_config import LearnerConfig
@@ -119,9 +119,11 @@ class Site:
         if finding.reason is not None:
             found.append("episode")
         key = group_key(seed=seed_of(group.assignment, seed=SEED), prompt_index=group.prompt_index)
-        replays = self.replayer.replay(group, key=key)
         none = np.zeros(0, np.float32)
         stated = [rollout.sampler_logprobs if rollout.is_trainable else none for rollout in group.rollouts]
+        replays = self.replayer.replay(group, key=key)
+        if not judge_replays(stated, replays, CONFIG).is_sound:
+            replays = self.replayer.replay(group, key=key, is_rounded=True)
         if not judge_logprobs(stated, replays, CONFIG).is_sound:
             found.append("log-probs")
         if not judge_margins(replays, CONFIG).is_sound:

@@ -32,8 +32,8 @@ class VerificationConfig(Config):
     """First groups of a site, all checked if logprob_floor is above 0. The share halves with each further so many, down
     to it."""
     logprob_tolerance: float = Field(default=0.08, gt=0)
-    """Largest mean |difference| of a rollout's log-probs, nats. The default suits bf16; 1e-4 also shows weights of
-    other versions, where all sites have float32 and swap `drain`."""
+    """Largest mean |difference| of a rollout's log-probs, nats; a group beyond it is judged in bf16. 1e-4 also shows
+    other versions' weights, if sites have float32 and swap `drain`."""
     group_logprob_tolerance: float = Field(default=0.035, gt=0)
     """The same over a group, where rounding averages out and a wrong temperature does not, nats."""
     margin_tolerance: float = Field(default=0.15, gt=0)
@@ -130,6 +130,12 @@ def judge_margins(replays: Sequence[Replay], config: VerificationConfig) -> Find
             )
             return Finding(reason=DropReason.SAMPLING_MISMATCH, detail=detail)
     return SOUND
+
+
+def judge_replays(stated: Sequence[Float32Array], replays: Sequence[Replay], config: VerificationConfig) -> Finding:
+    """The finding about a group's log-probs and draws in one precision."""
+    finding = judge_logprobs(stated, replays, config)
+    return judge_margins(replays, config) if finding.is_sound else finding
 
 
 def judge_log_ratios(ratios: Sequence[float], config: VerificationConfig) -> Finding:

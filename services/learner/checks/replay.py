@@ -6,6 +6,7 @@ under rounding and would call honest tokens impossible.
 Suffixes: N tokens, H hidden width, V vocabulary, C tokens of one chunk.
 """
 
+import contextlib
 import logging
 from collections.abc import Sequence
 from typing import Any
@@ -23,7 +24,14 @@ from heterorl.common.types.rollout import Group, drawn_turns, strips_of
 from heterorl.common.weights.arena import Arena, Dtype
 from heterorl.learner.checks.findings import Replay
 from heterorl.learner.train.batch import MicroBatch, TrainingSequence, collate, split
-from heterorl.learner.train.model import arena_weights, hidden_states, learner_logprobs, load_model, output_embedding
+from heterorl.learner.train.model import (
+    arena_weights,
+    hidden_states,
+    in_bf16,
+    learner_logprobs,
+    load_model,
+    output_embedding,
+)
 
 MAX_PASS_TOKENS = 32_768
 """Model inputs of one pass."""
@@ -54,16 +62,18 @@ class Replayer:
             tensors.load(arena, self._model)
             self._loaded = (variant, version)
 
-    @torch.inference_mode()
-    def replay(self, group: Group, *, key: int | None) -> list[Replay]:
+    @torch.no_grad()
+    def replay(self, group: Group, *, key: int | None, is_rounded: bool = False) -> list[Replay]:
         """Compute a group's trainable rollouts again under the loaded weights.
 
-        A lost member has an empty replay. Reads the group's tokens only. Without `key` draws are not repeated.
+        In fp32, or in bf16 if `is_rounded`. A lost member has an empty replay. Reads the group's tokens only. Without
+        `key` draws are not repeated.
         """
         result = [Replay(logprobs=np.zeros(0, np.float32), margins=None)] * len(group.rollouts)
-        for part in _parts(group):
-            for sequence, replay in zip(part, self._pass(part, key=key), strict=True):
-                result[sequence.number] = replay
+        with in_bf16(self._model) if is_rounded else contextlib.nullcontext():
+            for part in _parts(group):
+                for sequence, replay in zip(part, self._pass(part, key=key), strict=True):
+                    result[sequence.number] = replay
         return result
 
     def _pass(self, part: Sequence[TrainingSequence], *, key: int | None) -> list[Replay]:

@@ -111,7 +111,7 @@ class Publisher:
         if self.variants is not None:
             await self.variants.align(self.position)
             why = "to start a variant" if self.variants.are_to_begin else ""
-        if shadow is None or not (why or await self._is_head_lost()):
+        if shadow is None or not (why or await self.is_head_lost()):
             return
         _LOG.info("version %d repeats the head, %s", self.position.head_version + 1, why or "as a snapshot")
         await self.publish((await in_thread(whole_of, shadow)).copy(), step=step, saved_by=saved_by, is_last=True)
@@ -254,9 +254,9 @@ class Publisher:
     async def _is_snapshot_due(self) -> bool:
         is_at_cadence = (self.position.head_version + 1) % self.snapshot_every_versions == 0
         # Without a shadow it is a snapshot in any case.
-        return is_at_cadence or (self.position.shadow is not None and await self._is_head_lost())
+        return is_at_cadence or (self.position.shadow is not None and await self.is_head_lost())
 
-    async def _is_head_lost(self) -> bool:
+    async def is_head_lost(self) -> bool:
         """Whether no payloads lead a new sampler to the head's variants.
         The coordinator puts damaged payloads aside; further deltas would help no new sampler."""
         plan = functools.partial(

@@ -14,7 +14,7 @@ from heterorl.common.model.router_replay import routing_shape
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.threads import cause_of, in_thread
-from heterorl.common.types.common import Contract
+from heterorl.common.types.common import Contract, LearnerPhase
 from heterorl.common.types.policy import NO_VERSION, LeaseGrant, version_words
 from heterorl.common.types.run import step_words
 from heterorl.common.wire.policy_messages import manifest_from_bytes
@@ -197,15 +197,20 @@ class TrainingRun:
 
     async def hear(self, grant: LeaseGrant) -> None:
         """Note the coordinator's bound, and a rollback order.
-        An order ends the loop at its next step boundary. Raises ConfigError: a new limit makes versions impossible."""
+        An order ends the loop at its next step boundary. So does a lost head while groups are waited for: no sampler
+        could get weights for them. Raises ConfigError: a new limit makes versions impossible."""
         # A coordinator that starts again may have another configuration.
         self._check(grant)
         self._grant = grant
-        if self._loop is None:
+        loop = self._loop
+        if loop is None or self._rollback is None:
             return
-        self._loop.grant = grant
-        if self._rollback and self._rollback.is_due(grant):
-            await self._loop.inbox.close()
+        loop.grant = grant
+        current = self.progress.now
+        is_waiting = current is not None and current.phase is LearnerPhase.WAITING
+        publisher = self._rollback.resumption.publisher
+        if self._rollback.is_due(grant) or (is_waiting and await publisher.is_head_lost()):
+            await loop.inbox.close()
 
     async def train(self, grant: LeaseGrant) -> None:
         """Training loops, one after another, until one ends the run."""

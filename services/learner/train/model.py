@@ -24,7 +24,7 @@ from heterorl.common.model.adapters import PARTS, has_adapters
 from heterorl.common.model.logprobs import token_logprobs
 from heterorl.common.model.model_directory import check_model_dir, first_line
 from heterorl.common.model.model_loading import load_pretrained
-from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors, read_tensor, round_base, round_to
+from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors, read_tensor, round_base, round_to, types_of
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.train.backend_config import BackendConfig, TorchBackendConfig
 from heterorl.learner.train.batch import Batching, MicroBatch, TrainingSequence, collate
@@ -262,6 +262,15 @@ def arena_weights(model: nn.Module, weights: Arena) -> Iterator[None]:
         for spec in weights.layout.specs
         if not spec.alias_of
     }
+    with _swapped(tensors, values):
+        yield
+
+
+@contextmanager
+def in_bf16(model: nn.Module) -> Iterator[None]:
+    """Let the model compute in bf16; costs a copy."""
+    tensors = model.state_dict(keep_vars=True)
+    values = {name: tensors[name].detach().to(TORCH_DTYPE[dtype]) for name, dtype in types_of(model, "bf16").items()}
     with _swapped(tensors, values):
         yield
 

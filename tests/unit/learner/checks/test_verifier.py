@@ -40,6 +40,7 @@ from heterorl.learner.checks.findings import (
     judge_log_ratios,
     judge_logprobs,
     judge_margins,
+    logprob_difference,
 )
 from heterorl.learner.checks.replay import Replayer, log_ratios
 from heterorl.learner.checks.reward_checks import judge_rewards
@@ -117,6 +118,30 @@ async def test_honest_groups_pass_every_check(site, honest):
     for group in honest:
         assert await examine(site, group, require_seeded=True) == await examine(site, group)
         assert (await examine(site, group)).reason is None
+
+
+async def test_group_of_an_engine_in_bf16_passes_where_bf16_alone_gives_its_log_probs(site):
+    (group,) = site.generate(site.engine(compute_dtype="bf16"), [0])
+    stated = [rollout.sampler_logprobs for rollout in group.rollouts]
+    off, off_in_bf16 = (
+        max(
+            map(
+                logprob_difference,
+                stated,
+                [each.logprobs for each in site.replayer.replay(group, key=None, is_rounded=wanted)],
+            )
+        )
+        for wanted in (False, True)
+    )
+    assert off_in_bf16 < off / 2
+    tight = {"logprob_tolerance": off / 2, "group_logprob_tolerance": off / 2}
+
+    assert (await examine(site, group, **tight)).is_sound
+    forged = with_rollout(group, 0, sampler_logprobs=stated[0] - np.float32(off))
+    assert (await examine(site, forged, **tight)).reason is DropReason.LOGPROB_MISMATCH
+    # The model is in fp32 again.
+    (exact,) = site.generate(site.engine(), [1])
+    assert (await examine(site, exact, logprob_tolerance=1e-5, group_logprob_tolerance=1e-5)).is_sound
 
 
 async def test_forged_reward_is_named_with_both_values(site, honest):
@@ -339,6 +364,21 @@ async def test_trusted_site_is_checked_rarely_until_it_fails(site, honest):
     assert versions.asked == [0] * 4
 
 
+async def test_site_whose_drawn_group_names_a_deleted_version_is_checked_at_every_group_again(site, honest):
+    versions = Versions(arena_of(site), known=())
+    verifier = verifier_of(site, versions=versions, rng=random.Random(3), logprob_floor=0.05, full_groups=4)
+    verifier.passed[honest[0].id.site] = 10_000
+    escaped = 0
+    while not versions.asked:
+        finding = await examined(verifier, queued(honest[0]))
+        escaped += finding.is_sound
+    assert finding.reason is None
+    assert escaped < 100
+
+    for _ in range(10):
+        assert not (await examined(verifier, queued(honest[0]))).is_sound
+
+
 def test_numbers_that_are_none_never_pass():
     nan = np.full(3, np.nan, np.float32)
     good = np.zeros(3, np.float32)
@@ -389,7 +429,7 @@ async def test_lost_members_are_not_replayed_and_make_no_other_member_look_bette
     finding = await examine(site, group, recompute_rewards=False)
 
     assert [replay.logprobs.size > 0 for replay in replays] == [False, False, True, True]
-    assert finding.detail.startswith("rollouts: log-probs are 0.06 nats off")
+    assert finding.detail.startswith("rollouts: log-probs are 0.06")
     worse = with_rollout(group, 3, sampler_logprobs=off[3] - np.float32(1.0))
     assert (await examine(site, worse, recompute_rewards=False)).detail.startswith("rollouts[3]: log-probs")
 

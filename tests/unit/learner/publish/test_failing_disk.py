@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import ConfigError, DiskFull, UnknownPayload
+from heterorl.common.types.policy import PayloadKind
 from heterorl.learner.publish import checkpoint_store, version_payloads
 from tests.support.learner_world import (
     FragileApi,
@@ -205,6 +206,29 @@ async def _damage(core, version):
         with pytest.raises(UnknownPayload):
             async for _ in core.read_payload(digest=digest, offset=0):
                 pass
+
+
+async def test_learner_that_waits_for_groups_repeats_a_head_that_no_sampler_can_pull(tmp_path):
+    core = await open_coordinator(tmp_path, learner_lease_s=0.3)
+    learning = asyncio.create_task(learn(learner_config(tmp_path, max_steps=1), core))
+    await _until_head(core, 0)
+    root = await head_root(core)
+    await _damage(core, 0)
+
+    await _until_head(core, 1)
+    assert await head_root(core) == root
+    plan = await core.plan_pull(have_version=-1, have_root="", want_version=1)
+    assert [payload.kind for payload in plan.payloads] == [PayloadKind.SNAPSHOT]
+    await fill(core, 2)
+    result = await learning
+
+    assert (result.step, result.version) == (1, 2)
+    await core.close()
+
+
+async def _until_head(core, version):
+    async for _ in core.watch_head(after_version=version - 1):
+        break
 
 
 @pytest.mark.parametrize("is_parent_on_disk", [True, False])

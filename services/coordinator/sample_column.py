@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 from collections.abc import Sequence
 
 from heterorl.common.errors import InvalidRequest, UnknownSample
@@ -12,6 +10,7 @@ from heterorl.common.types.sample import (
     EvaluationSample,
     Sample,
     SampleFilter,
+    SampleKind,
     SampleList,
     SampleNote,
     SamplePage,
@@ -31,8 +30,6 @@ from heterorl.coordinator.store.database import Connection
 from heterorl.coordinator.versions import lineage
 
 END_OF_IDS = 1 << 63
-LOOKS = 20
-"""Store operations of one page at most; others run between them."""
 
 
 class SampleColumn:
@@ -59,26 +56,18 @@ class SampleColumn:
         await self._context.database.run(operation)
 
     async def list_samples(self, *, wanted: SampleFilter, page: SamplePage) -> SampleList:
-        """One page; short if many rows did not match."""
         check_limit(page.limit)
         for name, number in (("after", page.after), ("before", page.before)):
             if not 0 <= number < END_OF_IDS:
                 raise InvalidRequest(f"{name}: {number} is not an id of a sample")
-        found: list[SampleSummary] = []
-        rest: SamplePage | None = page
-        for _ in range(LOOKS):
-            assert rest is not None, "the loop ends with the list"
-            look = functools.partial(sample_ring.read_page, wanted=wanted, page=rest)
-            some, looked_up_to = await self._context.database.run(look)
-            found += some
-            rest = None if looked_up_to is None else next_page(rest, looked_up_to)
-            if rest is None or len(found) == page.limit:
-                break
-            rest = dataclasses.replace(rest, limit=page.limit - len(found))
-        totals = await self._context.database.run(sample_ring.totals)
+
+        def operation(connection: Connection) -> tuple[list[SampleSummary], dict[SampleKind, tuple[int, int]]]:
+            return sample_ring.read_page(connection, wanted, page), sample_ring.totals(connection)
+
+        found, totals = await self._context.database.run(operation)
         return SampleList(
             samples=tuple(found),
-            next_page=None if rest is None else dataclasses.replace(rest, limit=page.limit),
+            next_page=next_page(page, found[-1].id) if len(found) == page.limit else None,
             num_kept=sum(number for number, _ in totals.values()),
             kept_bytes=sum(num_bytes for _, num_bytes in totals.values()),
             limit_bytes=self._context.queue.ring.limit_bytes,

@@ -9,12 +9,12 @@ Store operations.
 
 A part may use the bytes that the others leave free. When the ring is full, the part farthest above its share loses its
 oldest sample. The transaction that settles a group keeps its sample, so samples agree with the ledger. On a full disk
-the ring takes no group. Pages are read along an index; other filters look at ROWS_AT_ONCE rows in one operation.
+the ring takes no group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from heterorl.common.errors import UnknownSample
@@ -219,62 +219,31 @@ def _stored_bytes(num_content: int, num_note: int) -> int:
     return pages * _PAGE_BYTES + _ROW_BYTES
 
 
-ROWS_AT_ONCE = 1000
-"""Rows that one operation reads, for 30 to 100 ms on the store's thread."""
 _MAX_ID = 2**62
 
 
-def read_page(connection: Connection, wanted: SampleFilter, page: SamplePage) -> tuple[list[SampleSummary], int | None]:
-    """Up to `page.limit` samples, and the last id read (None: the end)."""
-    found: list[SampleSummary] = []
-    number = 0
-    for number, summary in enumerate(_along(connection, wanted, page), start=1):
-        if matches(summary, wanted):
-            found.append(summary)
-        if number == ROWS_AT_ONCE or len(found) == page.limit:
-            return found, summary.id
-    return found, None
-
-
-def _along(connection: Connection, wanted: SampleFilter, page: SamplePage) -> Iterator[SampleSummary]:
-    order = "ASC" if page.is_oldest_first else "DESC"
-    bounds = (page.after, page.before or _MAX_ID)
-    column, value = _driving(wanted)
-    equal, values = (f"{column} = ? AND ", (value,)) if column else ("", ())
-    rows = connection.execute(
-        f"SELECT id, {_COLUMNS} FROM samples WHERE {equal}id > ? AND id < ? ORDER BY id {order} LIMIT ?",
-        (*values, *bounds, ROWS_AT_ONCE),
-    )
-    return map(_summary, rows)
-
-
-def _driving(wanted: SampleFilter) -> tuple[str, object]:
-    """The equality-filtered column whose index should give the fewest rows."""
-    if wanted.kept_because:
-        return "kept_because", wanted.kept_because
-    if wanted.first_version is not None and wanted.first_version == wanted.last_version:
-        return "version", wanted.first_version
-    if wanted.site:
-        return "site", wanted.site
-    if wanted.kind is not None:
-        return "kind", wanted.kind.value
-    return "", None
-
-
-def matches(summary: SampleSummary, wanted: SampleFilter) -> bool:
-    """Whether a sample matches.
+def read_page(connection: Connection, wanted: SampleFilter, page: SamplePage) -> list[SampleSummary]:
+    """Up to `page.limit` samples.
     One with a reward that is not finite is in no range of rewards."""
-    best, worst = summary.reward_max, summary.reward_min
-    return (
-        wanted.site in ("", summary.site)
-        and wanted.kind in (None, summary.kind)
-        and wanted.kept_because in ("", summary.kept_because)
-        and (wanted.first_version is None or summary.version >= wanted.first_version)
-        and (wanted.last_version is None or summary.version <= wanted.last_version)
-        and (wanted.min_reward is None or (best is not None and best >= wanted.min_reward))
-        and (wanted.max_reward is None or (worst is not None and worst <= wanted.max_reward))
-        and (wanted.is_truncated is None or wanted.is_truncated == (summary.num_truncated > 0))
+    conditions = {
+        "id > ?": page.after,
+        "id < ?": page.before or _MAX_ID,
+        "site = ?": wanted.site or None,
+        "kind = ?": None if wanted.kind is None else wanted.kind.value,
+        "kept_because = ?": wanted.kept_because or None,
+        "version >= ?": wanted.first_version,
+        "version <= ?": wanted.last_version,
+        "reward_max >= ?": wanted.min_reward,
+        "reward_min <= ?": wanted.max_reward,
+        "(num_truncated > 0) = ?": wanted.is_truncated,
+    }
+    stated = {condition: value for condition, value in conditions.items() if value is not None}
+    order = "ASC" if page.is_oldest_first else "DESC"
+    rows = connection.execute(
+        f"SELECT id, {_COLUMNS} FROM samples WHERE {' AND '.join(stated)} ORDER BY id {order} LIMIT ?",
+        (*stated.values(), page.limit),
     )
+    return [_summary(row) for row in rows]
 
 
 def read_sample(connection: Connection, number: int) -> StoredSample:

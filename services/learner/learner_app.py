@@ -22,7 +22,7 @@ from collections.abc import Callable
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.identity.signing import Trust
-from heterorl.common.identity.spiffe import site_of
+from heterorl.common.identity.spiffe import names_of
 from heterorl.common.process import metrics, notify, tracing
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
@@ -75,7 +75,7 @@ async def _train(config: LearnerConfig, parts: Parts, process: notify.Process) -
     )
     if parts.signer is not None:
         _LOG.info("the learner signs versions with key %s", parts.signer.public_key)
-    site = site_of(config.tls.cert) or config.holder
+    site = names_of(config.tls.cert)[1] or config.holder
     async with (
         CoordinatorClient.of(config, max_message_bytes=config.max_message_bytes) as client,
         client.pushing("learner", site=site, interval_s=config.metrics_push_s),

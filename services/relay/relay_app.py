@@ -23,7 +23,7 @@ import grpc.aio
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.credentials import MaterialFiles, Revocations, add_port
-from heterorl.common.identity.spiffe import Role, site_of
+from heterorl.common.identity.spiffe import Role, names_of
 from heterorl.common.process import metrics, notify
 from heterorl.common.process.files import announce
 from heterorl.common.process.metrics import RELAY_BYTES
@@ -75,7 +75,7 @@ async def _serve(config: RelayConfig, process: notify.Process) -> None:
                 config.coordinator, port, metrics_port, cache.num_bytes,
             )  # fmt: skip
             process.notifier.ready(f"relay of {config.coordinator}, port {port}")
-            site = site_of(config.tls.cert) or "relay"
+            site = names_of(config.tls.cert)[1] or "relay"
             async with upstream.pushing("relay", site=site, interval_s=config.metrics_push_s):
                 await process.stop.wait()
         finally:

@@ -27,6 +27,7 @@ from heterorl.common.errors import ConfigError, EngineError, EpisodeError, Heter
 from heterorl.common.evaluation.evaluation_sets import ignored_draws
 from heterorl.common.generation.inference_engine import Engine, ScoredText, canary_texts
 from heterorl.common.identity.signing import Trust
+from heterorl.common.identity.spiffe import names_of
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.model_directory import check_model_dir
 from heterorl.common.process import metrics, notify, tracing
@@ -260,6 +261,7 @@ def join(
         bell=bell,
         rng=rng,
         backoff=backoff,
+        run=names_of(config.tls.cert)[0],
     )
     registration = Registration(
         site=site, incarnation=outbox.incarnation, contract=parts.contract, engine=parts.engine.name,

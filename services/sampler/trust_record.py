@@ -185,23 +185,24 @@ def check_head(head_version: int, *, seen_version: int) -> None:
 
 
 async def check_descent(
-    data: bytes, *, used: Mapping[int, SeenVersion], known: Mapping[int, bytes], fetch: Fetch
+    data: bytes, *, used: Mapping[int, SeenVersion], known: Mapping[int, bytes], fetch: Fetch, run: str = ""
 ) -> range:
     """Check a new version's manifest against the ones used.
 
     Returns the abandoned versions. `known` are manifests by version, trusted no more than fetched ones; without a used
-    version any first one is accepted.
+    version any first one of `run` is accepted, or of any run if that is empty.
 
     Raises RunReplaced: the version is older, of another run, or descends from a sibling of one that was used;
     UnprovenDescent: the coordinator does not show the manifests between.
     """
     child = manifest_from_bytes(data)
-    if not used:
-        return NOTHING_ABANDONED
-    newest = used[max(used)]
-    if child.run_id != newest.run_id:
-        problem = f"version {child.version} is of run {child.run_id}, this site works for {newest.run_id}"
+    newest = used[max(used)] if used else None
+    own_run = run if newest is None else newest.run_id
+    if own_run and child.run_id != own_run:
+        problem = f"version {child.version} is of run {child.run_id}, this site works for {own_run}"
         raise RunReplaced(problem, action="name the coordinator of that run, or choose another state_dir")
+    if newest is None:
+        return NOTHING_ABANDONED
     if child.version < newest.version:
         raise RunReplaced(f"version {child.version} is older than version {newest.version}, used before")
     if child.version == newest.version:

@@ -38,7 +38,10 @@ MAX_PUBLISHED = 4096
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class WeightSync:
-    """Two loops around one puller; `backoff` is for pulls."""
+    """Two loops around one puller; `backoff` is for pulls.
+
+    `run` is the run of this site's certificate, empty without one.
+    """
 
     api: SamplerApi
     puller: Puller
@@ -49,6 +52,7 @@ class WeightSync:
     bell: Bell
     rng: random.Random
     backoff: Backoff
+    run: str = ""
 
     def __post_init__(self) -> None:
         self._staged: PulledVersion | None = None
@@ -180,7 +184,7 @@ class WeightSync:
         """Check the target's signature and ancestry by its manifest, before any payload.
 
         Raises UntrustedVersion: no trusted key signed it, or it does not prove its descent from the version used last;
-        RunReplaced: it has another history than the version used last.
+        RunReplaced: it is of another run, or has another history than the version used last.
         """
         target = plan.manifests[-1]
         self._signed_by = self.trust.check(target, plan.signature, version=plan.target_version)
@@ -189,6 +193,7 @@ class WeightSync:
             used=self.record.versions,
             known={manifest_from_bytes(data).version: data for data in plan.manifests},
             fetch=self.puller.chain.list,
+            run=self.run,
         )
         if abandoned:
             _LOG.warning(

@@ -139,13 +139,13 @@ def is_name(text: str) -> bool:
     return re.fullmatch(_NAME, text) is not None
 
 
-def site_of(path: str) -> str:
-    """The site that a certificate's file names, or empty without one."""
+def names_of(path: str) -> tuple[str, str]:
+    """Run and site that a certificate's file names, or empty without one."""
     try:
         identity = read_identity(Path(path).read_bytes()) if path else None
     except OSError:
-        return ""
-    return identity.site if isinstance(identity, Identity) else ""
+        identity = None
+    return (identity.run, identity.site) if isinstance(identity, Identity) else ("", "")
 
 
 @functools.lru_cache(maxsize=4096)

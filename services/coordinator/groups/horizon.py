@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from typing import Any
 
@@ -95,26 +96,17 @@ def oldest_pending(connection: Connection, count: int, *, first_version: int) ->
     ).fetchall()
 
 
-_FIRST = "(SELECT arrival FROM groups WHERE state = 'pending' {} ORDER BY site, oldest_version, arrival LIMIT 1)"
-_FIRSTS = (
-    # By the index `groups_by_site`, from each to the first of the next version or site, past all others.
-    f"WITH RECURSIVE firsts (arrival) AS (SELECT {_FIRST.format('')} UNION ALL SELECT coalesce("
-    f"{_FIRST.format('AND site = f.site AND oldest_version > f.oldest_version')}, {_FIRST.format('AND site > f.site')})"
-    " FROM firsts JOIN groups f USING (arrival)"
-    ") SELECT arrival, site, oldest_version FROM firsts JOIN groups USING (arrival)"
-)
-
-
-def first_arrivals(connection: Connection) -> dict[int, tuple[str, int]]:
-    """Arrivals of each site's first pending group of each version, with both."""
-    return {arrival: (site, version) for arrival, site, version in connection.execute(_FIRSTS)}
-
-
-def first_arrival(connection: Connection, site: str, version: int) -> int | None:
-    """The same of one site and version; None without a group."""
-    query = "SELECT min(arrival) FROM groups WHERE state = 'pending' AND site = ? AND oldest_version = ?"
-    (arrival,) = connection.execute(query, (site, version)).fetchone()
-    return None if arrival is None else int(arrival)
+def pending_arrivals(connection: Connection) -> dict[tuple[str, int], deque[int]]:
+    """Arrivals of pending groups by site and version, in order."""
+    found: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)
+    # By the index `groups_by_site`, which has these columns.
+    rows = connection.execute(
+        "SELECT site, oldest_version, arrival FROM groups WHERE state = 'pending'"
+        " ORDER BY site, oldest_version, arrival"
+    )
+    for site, version, arrival in rows:
+        found[site, version].append(arrival)
+    return found
 
 
 def pending_at(connection: Connection, arrival: int) -> list[tuple[Any, ...]]:

@@ -38,6 +38,8 @@ from heterorl.coordinator.store.database import NUMBERS, Connection
 from heterorl.coordinator.versions import published_variants
 
 Order = Literal["oldest", "newest"]
+Waiting = Mapping[tuple[str, int], deque[int]]
+"""Arrivals of pending groups by site and version, in order."""
 LATE_EVERY = 4
 """Under `newest`, one group of so many is from behind the window while there is one."""
 
@@ -110,37 +112,6 @@ _WHERE_ID = "site = ? AND incarnation = ? AND sequence = ?"
 _LOG = logging.getLogger(__name__)
 
 
-class _Firsts:
-    """The first waiting group of each site and version.
-
-    They are read once for a lease. Read again for each of its 128 groups, 2048 waiting groups took the store's thread a
-    quarter of a second.
-    """
-
-    def __init__(self, connection: Connection) -> None:
-        self.connection = connection
-        self._of: dict[int, tuple[str, int]] | None = None
-        self._taken: tuple[str, int] | None = None
-
-    def read(self, first_version: int) -> Mapping[int, tuple[str, int]]:
-        """Site and version of each by its arrival, from a version on.
-        That version only rises within a lease."""
-        if self._of is None:
-            self._of = horizon.first_arrivals(self.connection)
-        elif self._taken is not None:
-            following = horizon.first_arrival(self.connection, *self._taken)
-            self._of |= {} if following is None else {following: self._taken}
-        self._taken = None
-        self._of = {arrival: key for arrival, key in self._of.items() if key[1] >= first_version}
-        return self._of
-
-    def take(self, arrival: int) -> list[tuple[Any, ...]]:
-        """A group that was read, as a row of `horizon.oldest_pending`."""
-        assert self._of is not None, "the group was read"
-        self._taken = self._of.pop(arrival)
-        return horizon.pending_at(self.connection, arrival)
-
-
 def _best(ranks: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int, ...]]:
     best: dict[str, tuple[int, ...]] = {}
     for site, rank in ranks:
@@ -179,13 +150,14 @@ class Queue:
         self._drop_at(connection, [arrival for (arrival,) in rows], DropReason.STALE_AT_LEASE)
         leased: list[LeasedGroup] = []
         num_bytes = 0
-        firsts = _Firsts(connection)
+        # Once for a lease: read again for each group, 2048 waiting ones took the store's thread a quarter of a second.
+        waiting = {} if self.turns.is_plain else horizon.pending_arrivals(connection)
         superseded_s = functools.cache(
             functools.partial(horizon.superseded_s, connection, reach=self.config.max_staleness_versions + 1, now=now)
         )
         # Go on while damaged groups leave room: only arrivals wake the learner's stream.
         while num_bytes < LEASE_BYTES and (
-            rows := self._next(firsts, min(LEASE_STEP, count - len(leased)), head, oldest)
+            rows := self._next(connection, waiting, min(LEASE_STEP, count - len(leased)), head, oldest)
         ):
             for arrival, digest, data, arrived, published, version, assignment, *key in rows:
                 group = _verified(data, digest)
@@ -221,31 +193,37 @@ class Queue:
         oldest = self._oldest_usable(connection, head=head, now=now)
         return connection.execute(f"{_STALE} LIMIT 1", (oldest,)).fetchone() is not None
 
-    def _next(self, firsts: _Firsts, count: int, head: int, oldest: int) -> list[tuple[Any, ...]]:
-        connection, bound = firsts.connection, self.config.max_staleness_versions
+    def _next(
+        self, connection: Connection, waiting: Waiting, count: int, head: int, oldest: int
+    ) -> list[tuple[Any, ...]]:
         # A group that would be too old at its step waits: its step may come sooner if groups before it are dropped.
+        bound = self.config.max_staleness_versions
         count, first_version = horizon.next_lease(connection, head=head, bound=bound, count=count)
         first_version = max(first_version, oldest)
         if self.turns.is_plain or count < 1:
             return horizon.oldest_pending(connection, count, first_version=first_version)
-        waiting = firsts.read(first_version)
-        ranks = self._ranks(connection, waiting) if waiting else {}
-        return firsts.take(ranks[self.turns.next(ranks)][-1]) if ranks else []
+        firsts = {arrivals[0]: key for key, arrivals in waiting.items() if arrivals and key[1] >= first_version}
+        ranks = self._ranks(connection, firsts) if firsts else {}
+        if not ranks:
+            return []
+        arrival = ranks[self.turns.next(ranks)][-1]
+        waiting[firsts[arrival]].popleft()
+        return horizon.pending_at(connection, arrival)
 
-    def _ranks(self, connection: Connection, waiting: Mapping[int, tuple[str, int]]) -> dict[str, tuple[int, ...]]:
+    def _ranks(self, connection: Connection, firsts: Mapping[int, tuple[str, int]]) -> dict[str, tuple[int, ...]]:
         """Each site's smallest rank.
         Under `newest` of the groups within the window, or of those behind it."""
         if self.turns.order != "newest":
-            return _best((site, (version, arrival)) for arrival, (site, version) in waiting.items())
+            return _best((site, (version, arrival)) for arrival, (site, version) in firsts.items())
         taken = horizon.newest_taken(connection)
         floor = taken - self.config.max_staleness_versions // 2
-        late = _best((site, (version, arrival)) for arrival, (site, version) in waiting.items() if version < floor)
-        first = _best(
+        late = _best((site, (version, arrival)) for arrival, (site, version) in firsts.items() if version < floor)
+        others = _best(
             (site, newest_first(version, arrival, newest_taken=taken))
-            for arrival, (site, version) in waiting.items()
+            for arrival, (site, version) in firsts.items()
             if version >= floor
         )
-        return late if self.turns.is_late_next(has_late=bool(late), has_others=bool(first)) else first
+        return late if self.turns.is_late_next(has_late=bool(late), has_others=bool(others)) else others
 
     def _oldest_usable(self, connection: Connection, *, head: int, now: float) -> int:
         config = self.config

@@ -81,7 +81,9 @@ class Damage:
         DAMAGED_PAYLOADS.inc()
         _LOG.error("payload %s is out of use, new plans avoid it: %s", digest[:12], problem)
         await self._database.run(lambda connection: payload_index.strike_out(connection, digest))
+        # Where the wrong bytes cannot be moved now, the garbage collector deletes them, also after a restart.
         await self._blobs.set_aside(digest)
+        await self._database.run(lambda connection: payload_index.forget_retired(connection, {digest: 0}))
         await self._merges.drop(digest)
 
     async def put_aside_missing(self, files: Iterable[tuple[Digest, Path]]) -> None:

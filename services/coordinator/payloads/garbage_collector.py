@@ -92,6 +92,8 @@ class GarbageCollector(BackgroundWorker, Stores):
         """Finish an earlier process's deletions, before anything is served."""
         await asyncio.to_thread(payload_index.empty, self._rebuilt)
         try:
+            # Bytes that wait for their deletion may be wrong: no upload relies on them.
+            self.blobs.doubt(await self.database.run(payload_index.retired))
             await self._sweep()
         except (StoreFull, Busy) as error:
             _LOG.warning("garbage_collector postpones the deletion of payloads: %s", error)

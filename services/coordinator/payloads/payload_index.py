@@ -236,9 +236,10 @@ def carry_out(chain: Chain, needs: Needs, *, proved: tuple[PayloadRef, ...]) -> 
 
 
 def strike_out(connection: Connection, digest: Digest) -> None:
-    """Stop offering a payload."""
+    """Stop offering a payload, and record its file for deletion."""
     connection.execute("DELETE FROM verified WHERE digest = ?", (digest,))
     connection.execute("DELETE FROM payloads WHERE digest = ?", (digest,))
+    retire_digests(connection, [digest])
 
 
 def retire(chain: Chain, payloads: Iterable[PayloadRef]) -> None:

@@ -249,14 +249,3 @@ def is_repeated(field: FieldDescriptor) -> bool:
     Protobuf 6.31 warns of `label`; earlier ones have only that."""
     known = getattr(field, "is_repeated", None)
     return bool(getattr(field, "label", 0) == FieldDescriptor.LABEL_REPEATED) if known is None else bool(known)
-
-
-@functools.cache
-def can_be_long(descriptor: Descriptor) -> bool:
-    """Whether a message of this kind can have many entries or bytes."""
-    return any(
-        is_repeated(field)
-        or field.type == FieldDescriptor.TYPE_BYTES
-        or (field.message_type is not None and can_be_long(field.message_type))
-        for field in descriptor.fields
-    )

@@ -3,8 +3,8 @@
 Each call needs an admitted certificate.
 
 gRPC parses the message of a unary call before a handler runs. So every handler is installed as a stream, and messages
-are read here: authorized, counted, parsed (long ones on a thread), checked field by field. Long answers are streamed
-too, so that a call keeps its place until the answer has left.
+are read here: authorized, counted, parsed (long ones on a thread), checked field by field. Answers are streamed too, so
+that a call keeps its place until its answer has left.
 
 No byte of a request is read before its caller is admitted. A revoked or expired certificate ends its streams at their
 next message in either direction. Some places are reserved for learner and operator. One certificate gets its share on
@@ -35,7 +35,7 @@ from heterorl.common.rpc.error_status import reason_of, to_status
 from heterorl.common.rpc.server_limits import OF_SITE, Caller, MemoryQuota, Reservation
 from heterorl.common.wire.rollout_messages import pushed_from_pb
 from heterorl.coordinator.rpc.access import RULES, CallAuthorizer
-from heterorl.coordinator.rpc.bounds import PUSH_GROUPS, can_be_long, check, parse
+from heterorl.coordinator.rpc.bounds import PUSH_GROUPS, check, parse
 from heterorl.v1 import rollout_pb2
 
 _LOG = logging.getLogger(__name__)
@@ -212,32 +212,19 @@ class CallAdmission(grpc.aio.ServerInterceptor):
         handler: Any = await continuation(handler_call_details)
         if handler is None:
             return None
-        method = str(handler_call_details.method)
-        if handler.response_streaming or can_be_long(_descriptor(method).output_type):
-            call = self._streamed(handler, method)
-            return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
-        return grpc.stream_unary_rpc_method_handler(self._single(handler, method), None, handler.response_serializer)
-
-    def _single(self, handler: Any, method: str) -> Callable[[object, _Context], Awaitable[Any]]:
-        async def call(_: object, context: _Context) -> Any:
-            async with _answered(method, context):
-                with self._entered(method, context) as (_peer, requests):
-                    if handler.request_streaming:
-                        return await handler.stream_unary(requests, context)
-                    return await handler.unary_unary(await requests.single(), context)
-
-        return call
+        call = self._streamed(handler, str(handler_call_details.method))
+        return grpc.stream_stream_rpc_method_handler(call, None, handler.response_serializer)
 
     def _streamed(self, handler: Any, method: str) -> Callable[[object, _Context], AsyncIterator[Any]]:
         async def answers(requests: Requests, context: _Context) -> AsyncIterator[Any]:
-            if not handler.response_streaming:
-                if handler.request_streaming:
-                    yield await handler.stream_unary(requests, context)
-                else:
-                    yield await handler.unary_unary(await requests.single(), context)
-                return
-            if handler.request_streaming:
+            if handler.stream_stream:
                 inner = handler.stream_stream(requests, context)
+            elif handler.stream_unary:
+                yield await handler.stream_unary(requests, context)
+                return
+            elif handler.unary_unary:
+                yield await handler.unary_unary(await requests.single(), context)
+                return
             else:
                 request = await requests.single()
                 # The stream may last for days.

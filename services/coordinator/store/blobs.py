@@ -221,8 +221,12 @@ class BlobStore:
         """Move a payload's wrong bytes, now or before its next upload.
         Raises Busy: they cannot be moved now."""
         async with self._locks[digest]:
-            self._wrong.add(digest)
+            self.doubt([digest])
             await self._free_name(digest)
+
+    def doubt(self, digests: Iterable[Digest]) -> None:
+        """Treat payloads as missing, and move their bytes before the next upload."""
+        self._wrong.update(digests)
 
     async def _free_name(self, digest: Digest) -> None:
         if digest not in self._wrong:

@@ -174,6 +174,14 @@ async def test_other_run_is_refused():
         await check(foreign, used(line[1], 1), line)
 
 
+async def test_first_version_is_of_the_run_of_the_sites_certificate():
+    (first,) = chain(1)
+
+    assert await check_descent(first, used={}, known={}, fetch=None, run="run") == range(0)
+    with pytest.raises(RunReplaced, match="version 0 is of run run, this site works for other"):
+        await check_descent(first, used={}, known={}, fetch=None, run="other")
+
+
 async def test_way_that_the_coordinator_does_not_show_is_refused():
     line = chain(6)
 

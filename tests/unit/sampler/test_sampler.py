@@ -21,6 +21,7 @@ from heterorl.sampler import sampler_app
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.sampler_config import SamplerConfig
 from heterorl.sampler.trust_record import RunReplaced
+from tests.support.certificates import Certificates
 from tests.support.limits import WAIT_S
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
@@ -37,6 +38,25 @@ async def generating(world, *, batches=1):
     await world.run.publish()
     world.start()
     await world.until(lambda: world.engine.num_batches >= batches)
+
+
+# ---- the run of its certificate
+
+
+@pytest.mark.parametrize("run", ["run", "other"])
+async def test_first_version_of_another_run_than_the_certificates_is_not_fetched(world, tmp_path, run):
+    world.settings = {"tls": Certificates(tmp_path / "ca", run=run).tls("sampler")}
+    await world.run.publish()
+    world.start()
+    if run == "run":
+        await world.until(lambda: world.engine.num_batches >= 1)
+        return
+
+    with pytest.raises(RunReplaced, match="version 0 is of run run, this site works for other"):
+        await world.until(lambda: world.engine.num_batches >= 1)
+    assert world.link.calls["read_payload"] == 0
+    with pytest.raises(RunReplaced):
+        await world.end()
 
 
 # ---- the canary

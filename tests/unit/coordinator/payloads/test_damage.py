@@ -8,8 +8,10 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import Busy, UnknownPayload
+from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.payloads.damage import Damage
+from heterorl.coordinator.store import blobs as blobs_module
 from tests.support.run import Run
 
 REFUSALS = [errno.EMFILE, errno.ENFILE, errno.EACCES, errno.ESTALE, errno.EIO, errno.ETIMEDOUT, errno.ENOMEM]
@@ -127,3 +129,35 @@ async def test_damaged_payload_is_put_aside_where_a_person_finds_it(core, payloa
 
     assert (tmp_path / "data" / "damaged" / payload.digest).is_file()
     assert isinstance(core.damage, Damage)
+
+
+@pytest.mark.files
+@pytest.mark.parametrize("refused", [("name_file",), ("name_file", "remove_file")], ids=" and ".join)
+async def test_wrong_bytes_that_could_not_be_moved_are_missing_after_a_restart_too(
+    config, clock, core, payload, monkeypatch, refused
+):
+    path = core.blobs.path(payload.digest)
+    right = path.read_bytes()
+    path.write_bytes(b"x" + right[1:])
+
+    def busy(*_args, **_options):
+        raise Busy("too many files", retry_after_s=1.0)
+
+    with monkeypatch.context() as patch:
+        for name in refused:
+            patch.setattr(blobs_module, name, busy)
+        with pytest.raises(Busy):
+            await read(core, payload)
+        await core.close()
+        again = await Coordinator.open(config, clock)
+    try:
+        assert again.blobs.query(payload.digest) == 0
+        assert not await again.blobs.ensure(digest=payload.digest, num_bytes=payload.num_bytes)
+
+        async def frames():
+            yield right
+
+        await again.blobs.append(digest=payload.digest, num_bytes=len(right), offset=0, frames=frames())
+        assert path.read_bytes() == right
+    finally:
+        await again.close()

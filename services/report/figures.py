@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from heterorl.common.errors import DependencyMissing
 from heterorl.common.types.common import CompletionNumbers, LearnerPhase, StepReport, StepTimes
 
 PICTURES = {
@@ -122,17 +121,14 @@ def _from_zero(axes: Any, values: Sequence[float]) -> None:
 def picture(
     draw: Callable[[Any], None], *, horizontal: str = "step", height: float = HEIGHT, marks: Sequence[int] = ()
 ) -> bytes:
-    """Draw one picture as PNG; `height` in inches. Raises DependencyMissing without matplotlib.
+    """Draw one picture as PNG; `height` in inches.
 
     A dotted line marks the steps of `marks` if the horizontal axis has steps.
     """
     # The object interface: no global state, no display.
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise DependencyMissing("matplotlib", "report") from None
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     # Labels come from users and are not formulas.
     with mpl.rc_context({"text.parse_math": False, "font.size": 11.5, "legend.fontsize": 10}):

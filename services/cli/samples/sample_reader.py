@@ -125,7 +125,7 @@ Write = Callable[[Sequence[Mapping[str, Any]]], None]
 
 
 def check_target(out: Path) -> None:
-    """Refuse an unknown suffix, and Parquet without its package, before anything is read."""
+    """Refuse a bad target before anything is read."""
     if out.suffix not in SUFFIXES:
         raise ConfigError(
             "OUT", f"{out.name} must end in .jsonl or .parquet", action="name the file samples.jsonl or samples.parquet"

@@ -41,7 +41,7 @@ from heterorl.demo.demo_config import (
 )
 from heterorl.demo.demo_results import Ending, broken_promises, measure, verdict, write_report
 from heterorl.demo.processes import Child, start, stop_together, undisturbed
-from heterorl.report.figures import newest_accuracy
+from heterorl.report.figures import newest_evaluated
 from heterorl.report.past_run import journal_rows
 from heterorl.sampler.trust_record import record_name
 
@@ -261,8 +261,8 @@ def line(status: RunStatus, reports: Sequence[StepReport], *, max_steps: int) ->
         return "processes are loading the model"
     if not reports:
         return f"version {status.head_version} is out, waiting for the first step"
-    report = reports[-1]
-    accuracy = newest_accuracy(reports)
+    report, evaluated = reports[-1], newest_evaluated(reports)
+    accuracy = evaluated and evaluated.evaluation_accuracy
     return (
         f"step {step_words(report.step, max_steps)}  version {status.head_version}  reward {report.reward_mean:.3f}  "
         f"accuracy {'-' if accuracy is None else f'{accuracy:.3f}'}  staleness {report.staleness_mean:.0f}  "

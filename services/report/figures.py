@@ -247,12 +247,6 @@ def newest_evaluated(reports: Sequence[StepReport]) -> StepReport | None:
     return next((report for report in reversed(reports) if report.evaluation_accuracy is not None), None)
 
 
-def newest_accuracy(reports: Sequence[StepReport]) -> float | None:
-    """The newest held-out accuracy."""
-    report = newest_evaluated(reports)
-    return report.evaluation_accuracy if report else None
-
-
 def sparkline(values: Sequence[float], *, is_unicode: bool = False) -> str:
     """Finite values as characters, low to high, or as Unicode blocks."""
     bars, values = _BLOCKS if is_unicode else _BARS, _finite(values)

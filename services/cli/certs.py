@@ -12,13 +12,11 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 from rich import box
-from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -176,25 +174,17 @@ def list_(directory: DirOption = DIRECTORY) -> None:
         identity = entry.identity
         serial, hosts = f"{identity.serial:x}", ", ".join(entry.hosts)
         rows.append((identity.role, identity.site, expires, str(max(left, 0)), state, serial, hosts))
+    table = Table(title="certificates", box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading in ("role", "site", "expires (UTC)", "days left", "state"):
+        table.add_column(heading, no_wrap=heading != "site", overflow="fold")
+    for row in rows:
+        table.add_row(*map(Text, row[:5]))
     console = console_of()
-    whole = _table(rows, num_columns=7 if any(hosts for *_, hosts in rows) else 6)
-    if Console(width=1000, markup=False).measure(whole).maximum <= console.width:
-        console.print(whole)
-        return
-    # Serial numbers are copied, so on a narrow screen each has its own line.
-    console.print(_table(rows, num_columns=5))
+    console.print(table)
+    # They are copied, so each has a line of its own, however narrow the screen.
     console.print("serial numbers, in the same order:")
     for role, site, *_, serial, hosts in rows:
         console.print(f"  {serial}  {role} {site} {hosts}".rstrip(), soft_wrap=True)
-
-
-def _table(rows: Sequence[tuple[str, ...]], *, num_columns: int) -> Table:
-    table = Table(title="certificates", box=box.SIMPLE_HEAD, pad_edge=False)
-    for heading in ("role", "site", "expires (UTC)", "days left", "state", "serial", "hosts")[:num_columns]:
-        table.add_column(heading, no_wrap=heading != "site", overflow="fold")
-    for row in rows:
-        table.add_row(*map(Text, row[:num_columns]))
-    return table
 
 
 def _now() -> datetime.datetime:

@@ -179,23 +179,23 @@ def problems(
             say(ignored)
     if not is_loading or service in ("coordinator", "relay"):
         return
-    for package, extra in _packages(service, config):
-        if importlib.util.find_spec(package) is None:
-            yield DependencyMissing(package.replace("_", "-"), extra)
+    missing = [(name, extra) for name, extra in _packages(service, config) if importlib.util.find_spec(name) is None]
+    yield from (DependencyMissing(name.replace("_", "-"), extra) for name, extra in missing)
+    if ("torch", service) in missing or ("transformers", service) in missing:
+        return
     kind = (config.engine if service == "sampler" else config.backend).kind
     if kind in ("vllm", "deepspeed"):
         from heterorl.common.model.library_versions import check_package
 
         yield from _problem(check_package, kind)
-    if service == "learner" and importlib.util.find_spec("torch") is not None:
+    if service == "learner":
         from heterorl.learner.train.custom_loss_check import check_custom_loss
 
         yield from _problem(lambda: check_custom_loss(config.loss, has_reference=config.backend.has_reference))
-    prompter: list[Any] = []
-    if importlib.util.find_spec("transformers") is not None:
-        from heterorl.common.text.prompter import Prompter
+    from heterorl.common.text.prompter import Prompter
 
-        yield from _problem(lambda: prompter.append(Prompter.of(config)))
+    prompter: list[Any] = []
+    yield from _problem(lambda: prompter.append(Prompter.of(config)))
     if "task" in left_to_the_run(service, config):
         return
     from heterorl.common.tasks.task_config import build_task

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 
 from heterorl.cli.check_config import Service, schema_of
 from heterorl.cli.connection import console_of
-from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.errors import ConfigError
 from heterorl.common.process.config_file import DIRECTORY, load, problems_of
 from heterorl.common.types.common import amount
 
@@ -40,9 +39,6 @@ def launch(
 
     Example: `heterorl launch compose run.toml --out launched`
     """
-    for package, module in (("Jinja2", "jinja2"), ("tomli-w", "tomli_w")):
-        if importlib.util.find_spec(module) is None:
-            raise DependencyMissing(package, "launch")
     from heterorl.launch.nodes import check_nodes, nodes_of
     from heterorl.launch.render import render, write_tree
     from heterorl.launch.run_file import RunFile

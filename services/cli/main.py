@@ -42,7 +42,7 @@ from heterorl.cli.plan import plan
 from heterorl.cli.report import report
 from heterorl.cli.samples.samples_commands import samples
 from heterorl.cli.samples.view_command import view
-from heterorl.common.errors import ConfigError, DiskFull, HeterorlError, OperatorError
+from heterorl.common.errors import ConfigError, DependencyMissing, DiskFull, HeterorlError, OperatorError
 from heterorl.common.model.model_directory import check_model_dir
 from heterorl.common.process.config_file import explain, read_tables
 from heterorl.common.process.files import NO_ROOM
@@ -332,9 +332,19 @@ def _refuse_lab() -> NoReturn:
 add_lab(app)
 
 
+EXTRAS = {
+    **dict.fromkeys(("httpx2", "packaging", "safetensors", "torch", "transformers"), "learner,sampler"),
+    "jinja2": "launch,report,view",
+    "matplotlib": "report",
+    "pyarrow": "parquet",
+    "tomli_w": "launch",
+}
+"""Optional packages that commands import, and the extras that install them."""
+
+
 def main() -> None:
     """Run the command line; typed errors become one line and exit code.
-    So do files that a command cannot use. SIGTERM and SIGHUP end a command as Ctrl-C does."""
+    So do missing packages, and files that a command cannot use. SIGTERM and SIGHUP end a command as Ctrl-C does."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         # In an encoding without a character a question mark is better than no output.
         sys.stdout.reconfigure(errors="replace")
@@ -347,6 +357,11 @@ def main() -> None:
         app(prog_name="heterorl")
     except HeterorlError as error:
         _end(error)
+    except ModuleNotFoundError as error:
+        package = (error.name or "").partition(".")[0]
+        if package not in EXTRAS:
+            raise
+        _end(DependencyMissing(package.replace("_", "-"), EXTRAS[package]))
     except OSError as error:
         refusal = _refusal(error)
         # A service may find its file at the next start, and its log needs the place in the code.

@@ -21,7 +21,7 @@ from heterorl.plan.model_shape import shape_of_directory
 
 
 def plan(
-    params: Annotated[float, typer.Option(help="Parameters of the model, such as 8e9.")] = 0.0,
+    params: Annotated[float, typer.Option(help="Parameters of the model, such as 8e9.", show_default=False)] = 0.0,
     model_dir: Annotated[
         Path | None, typer.Option(help="A Hugging Face directory: exact sizes from its config.json.")
     ] = None,

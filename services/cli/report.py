@@ -41,15 +41,9 @@ def report(
     Example: `heterorl report runs/demo`
     """
     from heterorl.common.errors import ConfigError
+    from heterorl.report.report_page import render
 
-    found = _read(run, link)
-    try:
-        from heterorl.report.report_page import render
-    except ModuleNotFoundError as error:
-        from heterorl.common.errors import DependencyMissing
-
-        raise DependencyMissing(error.name or "jinja2", "report") from None
-    page, pngs = render(found)
+    page, pngs = render(_read(run, link))
     if out is None:
         out = Path(run) / REPORT_FILE if Path(run).is_dir() else Path(REPORT_FILE)
     try:

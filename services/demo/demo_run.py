@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import datetime
 import json
+import signal
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -39,59 +40,56 @@ from heterorl.demo.demo_config import (
     tls_table,
 )
 from heterorl.demo.demo_results import Ending, broken_promises, measure, verdict, write_report
-from heterorl.demo.processes import Child, Interruption, start, stop_together
-from heterorl.report.figures import newest_accuracy
+from heterorl.demo.processes import Child, start, stop_together, undisturbed
+from heterorl.report.figures import newest_evaluated
 from heterorl.report.past_run import journal_rows
 from heterorl.sampler.trust_record import record_name
 
 REFRESH_S = 0.5
 LINE_S = 5.0
 START_LIMIT_S = 60.0
+INTERRUPTED = 130
 
 
 def run_demo(options: DemoOptions) -> int:
     """Run the demo with checked options; returns the exit code.
 
-    The code is 0 if all promises were kept, 1 if not, 128 plus the signal that stopped it. Raises ConfigError for a
-    foreign directory.
+    The code is 0 if all promises were kept, 1 if not, INTERRUPTED after Ctrl-C. Raises ConfigError for a foreign
+    directory.
     """
+    # A shell may have it ignored; asyncio cancels its task only in place of this handler.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     # Output of processes and paths is printed without markup.
     console = Console(markup=False, emoji=False, highlight=False, soft_wrap=True)
     regime = TINY if options.tiny else FULL
-    with claim(options.out), Interruption() as interruption:
-        model_dir = _warm(regime, options, console, interruption)
-        if interruption.number:
+    with claim(options.out):
+        try:
+            model_dir = _warm(regime, options, console)
+        except KeyboardInterrupt:
             console.print("stopped before a process was started; no results")
-            return interruption.exit_code
+            return INTERRUPTED
         demo = _Demo(options=options, regime=regime, model_dir=model_dir, console=console)
-        summary = demo.run(interruption)
+        summary = demo.run()
         for text in verdict(summary, is_smoke=regime.required_gain <= 0):
             console.print(text)
-        if interruption.number:
-            return interruption.exit_code
+        if demo.was_interrupted:
+            return INTERRUPTED
         return 0 if summary["status"] == Ending.COMPLETE.value else 1
 
 
-def _warm(regime: Regime, options: DemoOptions, console: Console, interruption: Interruption) -> Path:
+def _warm(regime: Regime, options: DemoOptions, console: Console) -> Path:
     console.print("warm start: a small Qwen3-architecture model learns a part of the task by imitation")
-    try:
-        with interruption.raising():
-            import torch
-            from transformers.utils import logging as transformers_logging
+    import torch
+    from transformers.utils import logging as transformers_logging
 
-            from heterorl.common.generation.tiny_model import WarmStart, warm_start
+    from heterorl.common.generation.tiny_model import WarmStart, warm_start
 
-            transformers_logging.disable_progress_bar()
-            torch.set_num_threads(1)
-            wanted = WarmStart(
-                digits=regime.digits,
-                seed=options.seed,
-                target=regime.warm_start_target,
-                batch_size=regime.warm_start_batch,
-            )
-            model_dir, _ = warm_start(wanted, cache=options.cache)
-    except KeyboardInterrupt:
-        return Path()
+    transformers_logging.disable_progress_bar()
+    torch.set_num_threads(1)
+    wanted = WarmStart(
+        digits=regime.digits, seed=options.seed, target=regime.warm_start_target, batch_size=regime.warm_start_batch
+    )
+    model_dir, _ = warm_start(wanted, cache=options.cache)
     console.print(f"warm start: done, {model_dir}")
     return model_dir
 
@@ -107,29 +105,30 @@ class _Demo:
         self._children: list[Child] = []
         self._reports: list[StepReport] = []
         self._status: RunStatus | None = None
+        self.was_interrupted = False
 
-    def run(self, interruption: Interruption) -> dict[str, Any]:
+    def run(self) -> dict[str, Any]:
         """Start, watch and stop everything; write results and return the summary."""
-        started, failure, was_interrupted = time.monotonic(), "", False
+        started, failure = time.monotonic(), ""
         try:
-            asyncio.run(self._work(interruption))
+            asyncio.run(self._work())
         except (HeterorlError, OSError) as error:
             failure = str(error)
-        except asyncio.CancelledError:
-            was_interrupted = True
-            self._console.print("stopping: samplers, learner, coordinator")
+        except KeyboardInterrupt:
+            self.was_interrupted = True
         finally:
-            self._stop()
-        return self._conclude(wall_s=time.monotonic() - started, failure=failure, was_interrupted=was_interrupted)
+            with undisturbed():
+                self._stop()
+        with undisturbed():
+            return self._conclude(wall_s=time.monotonic() - started, failure=failure)
 
-    async def _work(self, interruption: Interruption) -> None:
-        with interruption.cancelling():
-            address = await self._start()
-            # A short retry budget: the next refresh is half a second away.
-            tls = TlsConfig.model_validate(tls_table(self._options, role="operator", site="demo"))
-            async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=3.0)) as client:
-                await self._watch(client)
-                await self._look(client)
+    async def _work(self) -> None:
+        address = await self._start()
+        # A short retry budget: the next refresh is half a second away.
+        tls = TlsConfig.model_validate(tls_table(self._options, role="operator", site="demo"))
+        async with CoordinatorClient(address, tls=tls, policy=RetryPolicy(budget_s=3.0)) as client:
+            await self._watch(client)
+            await self._look(client)
 
     async def _start(self) -> str:
         options, regime, out = self._options, self._regime, self._options.out
@@ -190,12 +189,14 @@ class _Demo:
 
     def _stop(self) -> None:
         """Stop clients before servers: samplers, then the learner, then the coordinator."""
+        if self.was_interrupted:
+            self._console.print("stopping: samplers, learner, coordinator")
         for names in (SITES, ("learner",), ("coordinator",)):
             stopped = stop_together([child for child in self._children if child.name in names])
             if stopped:
                 self._console.print(f"stopped {', '.join(child.name for child in stopped)}")
 
-    def _conclude(self, *, wall_s: float, failure: str, was_interrupted: bool) -> dict[str, Any]:
+    def _conclude(self, *, wall_s: float, failure: str) -> dict[str, Any]:
         """Measure, judge, write the summary; with steps, report and model too."""
         out, regime = self._options.out, self._regime
         # The learner's journal also has the steps taken while the processes were stopping.
@@ -222,7 +223,7 @@ class _Demo:
             "report": None,
             "model_dir": None,
         }
-        if not failure and not was_interrupted:
+        if not failure and not self.was_interrupted:
             codes = {child.name: child.exit_code for child in self._children}
             summary["problems"] = broken_promises(
                 summary, regime=regime, algorithm=self._options.algorithm, exit_codes=codes
@@ -260,8 +261,8 @@ def line(status: RunStatus, reports: Sequence[StepReport], *, max_steps: int) ->
         return "processes are loading the model"
     if not reports:
         return f"version {status.head_version} is out, waiting for the first step"
-    report = reports[-1]
-    accuracy = newest_accuracy(reports)
+    report, evaluated = reports[-1], newest_evaluated(reports)
+    accuracy = evaluated and evaluated.evaluation_accuracy
     return (
         f"step {step_words(report.step, max_steps)}  version {status.head_version}  reward {report.reward_mean:.3f}  "
         f"accuracy {'-' if accuracy is None else f'{accuracy:.3f}'}  staleness {report.staleness_mean:.0f}  "

@@ -1,21 +1,15 @@
-"""The demo's processes: their start and stop, and signals.
-
-A signal is never lost and never breaks the stopping of processes. It raises before processes run and cancels while they
-are watched. Otherwise it is only noted.
-"""
+"""The demo's processes: their start and stop."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
 from typing import Any, BinaryIO
 
 import tomli_w
@@ -104,59 +98,11 @@ def stop_together(children: Sequence[Child]) -> list[Child]:
     return running
 
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-
-
-class Interruption:
-    """A context in which SIGINT, SIGTERM and SIGHUP ask for the end.
-    `number` is the first that came, 0 for none."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        self._action: Callable[[int, FrameType | None], object] = lambda *_: None
-        self._previous: dict[signal.Signals, Any] = {}
-
-    @property
-    def exit_code(self) -> int:
-        """The shell's convention: 128 plus the signal, 130 for Ctrl-C."""
-        return 128 + self.number
-
-    def __enter__(self) -> Interruption:
-        for number in _SIGNALS:
-            # Under nohup the demo outlives its terminal.
-            if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._note)
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
-
-    @contextlib.contextmanager
-    def raising(self) -> Iterator[None]:
-        """Raise KeyboardInterrupt at once: for work without processes."""
-        with self._doing(signal.default_int_handler):
-            yield
-
-    @contextlib.contextmanager
-    def cancelling(self) -> Iterator[None]:
-        """Cancel the task on a signal, even an earlier one; raises asyncio.CancelledError."""
-        task, loop = asyncio.current_task(), asyncio.get_running_loop()
-        assert task is not None, "called in a coroutine"
-        # Only this call wakes the loop from a signal handler.
-        with self._doing(lambda *_: loop.call_soon_threadsafe(task.cancel)):
-            if self.number:
-                raise asyncio.CancelledError
-            yield
-
-    @contextlib.contextmanager
-    def _doing(self, action: Callable[[int, FrameType | None], object]) -> Iterator[None]:
-        self._action = action
-        try:
-            yield
-        finally:
-            self._action = lambda *_: None
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.number = self.number or number
-        self._action(number, frame)
+@contextlib.contextmanager
+def undisturbed() -> Iterator[None]:
+    """A body that Ctrl-C, or a signal like it, does not end."""
+    handler = signal.signal(signal.SIGINT, lambda *_: None)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)

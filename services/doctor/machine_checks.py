@@ -167,12 +167,12 @@ def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure
 
     With adapters the digest of the base weights stays empty, because it needs all weights.
     """
-    from heterorl.common.model.contract import build_contract
-    from heterorl.common.tasks.task_config import build_task
-    from heterorl.common.text.conversation import try_task
-    from heterorl.common.text.prompter import Prompter
-
     try:
+        from heterorl.common.model.contract import build_contract
+        from heterorl.common.tasks.task_config import build_task
+        from heterorl.common.text.conversation import try_task
+        from heterorl.common.text.prompter import Prompter
+
         for path in Path(config.model_dir).glob("*.safetensors"):
             # A link may lack its file.
             path.stat()

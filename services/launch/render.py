@@ -43,8 +43,6 @@ Hosts = dict[str, list[Node]]
 STATE = "/var/lib/heterorl"
 METRICS_PORT = 9101
 """Metrics port of a coordinator that configures none."""
-MEMORY_SHARE = 0.9
-"""Share of a GPU's memory that vLLM takes where run.toml says nothing."""
 _HERE = Path(__file__).parent
 _TITLES = {"compose": "Docker Compose", "systemd": "systemd", "slurm": "Slurm", "k8s": "Kubernetes"}
 _CERTIFICATES = {
@@ -73,8 +71,6 @@ def render(launcher: Launcher, run: RunFile, parts: Sequence[str] = ()) -> Tree:
     nodes = nodes_of(run, dial="name" if is_alone or launcher == "k8s" else "host", parts=parts)
     _check(launcher, run, nodes)
     hosts = _hosts(run, nodes)
-    if launcher in ("compose", "systemd"):
-        _check_gpus(hosts)
     homes = {node.name: node.host or run.coordinator.host for node in nodes}
     values: dict[str, Any] = {"run": run, "nodes": nodes, "cpus": CPUS, "shared_memory_gib": SHARED_MEMORY_GIB}
     values["project"] = project(run.run.id)
@@ -233,31 +229,6 @@ def _check(launcher: Launcher, run: RunFile, nodes: Sequence[Node]) -> None:
                 problem = f"{node.name} is a container and cannot dial {address} of its host"
                 key = "relays.host" if address in relays else "coordinator.host"
                 raise ConfigError(key, problem, action="name the machine")
-
-
-def _check_gpus(hosts: Hosts) -> None:
-    """Refuse engines of vLLM that leave a GPU's other nodes no memory."""
-    for host, own in hosts.items():
-        for gpu in sorted({gpu for node in own for gpu in node.devices}):
-            nodes = [node for node in own if gpu in node.devices]
-            shares = {
-                node.name: node.config["engine"].get("memory_share")
-                for node in nodes
-                if node.config.get("engine", {}).get("kind") == "vllm"
-            }
-            # Rounded: 0.55, 0.3, 0.1 and 0.05 add up to more than 1.
-            total = round(sum(MEMORY_SHARE if share is None else float(share) for share in shares.values()), 6)
-            others = ", ".join(node.name for node in nodes if node.name not in shares)
-            # A share that is stated next to others is the operator's word: only they know how small the others are.
-            if total > 1 or (others and (total == 1 or None in shares.values())):
-                said = ", ".join(
-                    f"{MEMORY_SHARE} by default ({name})" if share is None else f"{share} ({name})"
-                    for name, share in shares.items()
-                )
-                problem = f"vLLM takes {said} of GPU {gpu} of {host}" + (f", shared with {others}" if others else "")
-                most = f"add up to 1 at most, such as {100 // len(shares) / 100} each"
-                action = f"state shares that {'leave it room' if others else most}, or name other `devices`"
-                raise ConfigError("samplers.engine.memory_share", problem, action=action)
 
 
 def _check_directory(launcher: Launcher, node: Node) -> None:

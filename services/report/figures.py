@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from heterorl.common.errors import DependencyMissing
 from heterorl.common.types.common import CompletionNumbers, LearnerPhase, StepReport, StepTimes
 
 PICTURES = {
@@ -122,17 +121,14 @@ def _from_zero(axes: Any, values: Sequence[float]) -> None:
 def picture(
     draw: Callable[[Any], None], *, horizontal: str = "step", height: float = HEIGHT, marks: Sequence[int] = ()
 ) -> bytes:
-    """Draw one picture as PNG; `height` in inches. Raises DependencyMissing without matplotlib.
+    """Draw one picture as PNG; `height` in inches.
 
     A dotted line marks the steps of `marks` if the horizontal axis has steps.
     """
     # The object interface: no global state, no display.
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError:
-        raise DependencyMissing("matplotlib", "report") from None
+    import matplotlib as mpl
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
 
     # Labels come from users and are not formulas.
     with mpl.rc_context({"text.parse_math": False, "font.size": 11.5, "legend.fontsize": 10}):
@@ -249,12 +245,6 @@ _BLOCKS = "\u2581\u2582\u2583\u2584\u2585\u2586\u2587\u2588"
 def newest_evaluated(reports: Sequence[StepReport]) -> StepReport | None:
     """The newest report with a held-out accuracy."""
     return next((report for report in reversed(reports) if report.evaluation_accuracy is not None), None)
-
-
-def newest_accuracy(reports: Sequence[StepReport]) -> float | None:
-    """The newest held-out accuracy."""
-    report = newest_evaluated(reports)
-    return report.evaluation_accuracy if report else None
 
 
 def sparkline(values: Sequence[float], *, is_unicode: bool = False) -> str:

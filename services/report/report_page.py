@@ -62,7 +62,7 @@ def columns_of(count: int) -> int:
 def render(run: PastRun, *, remarks: Sequence[str] = ()) -> tuple[str, dict[str, bytes]]:
     """The page of a run with an applied step, and PNG pictures.
 
-    `remarks` stand before those about the files. Raises DependencyMissing without matplotlib.
+    `remarks` stand before those about the files.
     """
     applied = [report for report in run.reports if report.is_applied]
     start = next((row["accuracy"] for row in run.evaluations if row["version"] == 0), None)

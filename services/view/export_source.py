@@ -1,7 +1,7 @@
 """Source of an export file: a JSON line a completion.
 
-Completions of one sample must follow each other. The file is not trusted: line size, types and bounds are checked, and
-errors name row and key. A sample with a faulty row is left out.
+Samples come in the order of their ids. The file is not trusted: line size, types and bounds are checked. The reading
+ends at the first fault, and its error names row and key.
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ import dataclasses
 import json
 import math
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby, islice
-from operator import itemgetter
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -100,7 +99,6 @@ class ExportedSamples:
         self.progress = SourceProgress()
         self._thread = threading.Thread(target=self._run, name="export", daemon=True)
         self._is_closed = False
-        self._num_left_out, self._first_fault = 0, ""
         for _ in islice(read_export(path), 1):
             pass
 
@@ -116,87 +114,66 @@ class ExportedSamples:
         return None
 
     def _run(self) -> None:
-        samples = read_export(self._path, refuse=self._leave_out)
+        samples = self._until_fault()
         try:
             while not self._is_closed and (batch := list(islice(samples, BATCH))):
                 self._index.add_samples(batch)
-        except (HeterorlError, ArithmeticError, ValueError, TypeError) as error:
-            self.progress = dataclasses.replace(self.progress, problem=str(error) or type(error).__name__)
+        except HeterorlError as error:
+            self.progress = SourceProgress(problem=str(error))
         self.progress = dataclasses.replace(self.progress, is_done=True)
 
-    def _leave_out(self, error: ConfigError) -> None:
-        self._num_left_out += 1
-        self._first_fault = self._first_fault or str(error)
-        problem = f"{self._num_left_out} faulty parts of the file are left out; the first: {self._first_fault}"
-        self.progress = dataclasses.replace(self.progress, problem=problem)
-
-
-def _raise(error: ConfigError) -> None:
-    raise error
-
-
-def read_export(path: Path, *, refuse: Callable[[ConfigError], None] = _raise) -> Iterator[Sample]:
-    """The samples of a file, in its order; `refuse` takes errors.
-    A faulty sample is left out.
-    Raises ConfigError: the file cannot be read."""
-    seen: set[int] = set()
-    for sample_id, group in groupby(_json_rows(path), key=itemgetter(1)):
-        found = list(group)
-        place = f"{path}, row {found[0][0]}"
-        errors = [row for *_, row in found if isinstance(row, ConfigError)]
-        if sample_id in seen:
-            action = "sort the rows by id and index; view exports of two runs one by one"
-            errors.append(ConfigError(place, f"sample {sample_id} appears again after another sample", action=action))
-        seen.add(sample_id)
-        if not errors:
-            try:
-                yield _sample([row for *_, row in found if isinstance(row, _Row)])
-            except ValueError as error:
-                errors.append(ConfigError(place, str(error), action=_EXPORT))
-        if errors:
-            refuse(errors[0])
+    def _until_fault(self) -> Iterator[Sample]:
+        try:
+            yield from read_export(self._path)
+        except ConfigError as error:
+            self.progress = SourceProgress(problem=str(error))
 
 
 _EXPORT = "`heterorl samples export OUT.jsonl` writes files in this format"
 
-_Numbered = tuple[int, int, _Row | ConfigError]
-"""Number of a row, id of its sample (below 0 if unknown), and the row or its fault."""
+
+def read_export(path: Path) -> Iterator[Sample]:
+    """The samples of a file, in its order.
+    Raises ConfigError: the file cannot be read, or a row is faulty."""
+    newest = 0
+    for sample_id, group in groupby(_rows(path), key=lambda numbered: numbered[1].id):
+        found = list(group)
+        place = f"{path}, row {found[0][0]}"
+        if sample_id <= newest:
+            action = "sort the rows by id and index; view exports of two runs one by one"
+            raise ConfigError(place, f"sample {sample_id} comes after sample {newest}", action=action)
+        newest = sample_id
+        try:
+            yield _sample([row for _, row in found])
+        except (ArithmeticError, ValueError) as error:
+            raise ConfigError(place, str(error), action=_EXPORT) from error
 
 
-def _json_rows(path: Path) -> Iterator[_Numbered]:
+def _rows(path: Path) -> Iterator[tuple[int, _Row]]:
+    """Rows with their numbers."""
     try:
         with path.open("rb") as file:
             number = 0
             while line := file.readline(MAX_LINE_BYTES + 1):
                 number += 1
-                if len(line) > MAX_LINE_BYTES:
-                    problem = f"is over {MAX_LINE_BYTES:,} bytes"
-                    yield number, -number, ConfigError(f"{path}, row {number}", problem, action=_EXPORT)
-                    while len(line) > MAX_LINE_BYTES and not line.endswith(b"\n"):
-                        line = file.readline(MAX_LINE_BYTES + 1)
-                elif line.strip():
-                    yield _row(path, number, line)
+                if line.strip():
+                    yield number, _row(f"{path}, row {number}", line)
     except OSError as error:
         raise ConfigError(str(path), f"cannot be read: {error.strerror}", action="give an export of samples") from error
 
 
-def _row(path: Path, number: int, line: bytes) -> _Numbered:
-    found: Any = None
+def _row(place: str, line: bytes) -> _Row:
+    if len(line) > MAX_LINE_BYTES:
+        raise ConfigError(place, f"is over {MAX_LINE_BYTES:,} bytes", action=_EXPORT)
     try:
         # Pydantic's JSON reader refuses lone surrogates, which models write.
-        found = json.loads(line)
-        read = _Row.model_validate(found)
+        return _Row.model_validate(json.loads(line))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        key = ".".join(map(str, first["loc"]))
-        problem = f"{key}: {first['msg']}"
+        problem = f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
     except (ValueError, RecursionError) as error:
         problem = f"is not JSON: {error}"
-    else:
-        return number, read.id, read
-    known = found.get("id") if isinstance(found, dict) else None
-    sample_id = known if isinstance(known, int) else -number
-    return number, sample_id, ConfigError(f"{path}, row {number}", problem, action=_EXPORT)
+    raise ConfigError(place, problem, action=_EXPORT)
 
 
 def _sample(rows: Sequence[_Row]) -> Sample:

@@ -155,11 +155,8 @@ class Pages:
         )
 
     def _next_url(self, query: Query, place: Query) -> str:
-        found = self._index.find(place, limit=1, is_counted=False)
-        if found.summaries:
-            return query.url(f"/sample/{found.summaries[0].id}")
-        end = found.looked_up_to
-        return "" if end is None else (query.at(after=end) if place.after else query.at(before=end)).url()
+        found = self._index.next_id(place)
+        return "" if found is None else query.url(f"/sample/{found}")
 
     def _state(self) -> Answer:
         held = self._index.held()
@@ -186,11 +183,10 @@ def _places(found: Found, query: Query) -> dict[str, str]:
     first, last = (found.summaries[0].id, found.summaries[-1].id) if found.summaries else (0, 0)
     newer = older = ""
     if found.has_newer:
-        place = found.looked_up_to if query.after and found.looked_up_to else first or max(query.before - 1, 0)
+        place = first or max(query.before - 1, 0)
         newer = query.at(after=place).url() if place else query.at().url()
     if found.has_older:
-        place = found.looked_up_to if not query.after and found.looked_up_to else last or query.after + 1
-        older = query.at(before=place).url()
+        older = query.at(before=last or query.after + 1).url()
     return {"newer": newer, "older": older, "newest": query.at().url() if query.before or query.after else ""}
 
 

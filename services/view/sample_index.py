@@ -9,7 +9,6 @@ import base64
 import contextlib
 import dataclasses
 import json
-import math
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -24,7 +23,7 @@ from heterorl.common.errors import OperatorError
 from heterorl.common.types.common import value_of_row
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span
 from heterorl.common.types.sample import Sample, SampleRollout, SampleSummary
-from heterorl.view.sample_query import Query, folded, look_up
+from heterorl.view.sample_query import COUNTED, Query, count_hits, folded, look_up
 
 _SEPARATOR = "\x1e"
 """Separates texts, so that no hit spans two."""
@@ -80,8 +79,7 @@ class Source(Protocol):
 class Found:
     """One page of a query, largest id first.
 
-    `count` is the number of all hits, a lower bound if `is_more`. `looked_up_to` is the id at which the search reached
-    its time limit, or None.
+    `count` is the number of all hits, a lower bound if `is_more`.
     """
 
     summaries: tuple[SampleSummary, ...]
@@ -89,7 +87,6 @@ class Found:
     has_older: bool
     count: int
     is_more: bool
-    looked_up_to: int | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -118,9 +115,6 @@ class SampleIndex:
     def __init__(self, directory: Path, *, limit_bytes: int) -> None:
         self._path = directory / "samples.sqlite"
         self._limit_bytes, self._num_bytes, self._num_forgotten = limit_bytes, 0, 0
-        self._num_samples = self._num_read = self._newest = 0
-        self._sites: set[str] = set()
-        self._rewards = (math.inf, -math.inf)
         self._writing = threading.Lock()
         self._readers: list[sqlite3.Connection] = []
         self._writer = self._connect()
@@ -158,14 +152,14 @@ class SampleIndex:
     @contextlib.contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
         with self._writing, _typed():
-            counts = self._num_bytes, self._num_forgotten, self._num_samples, self._num_read
+            counts = self._num_bytes, self._num_forgotten
             self._writer.execute("BEGIN IMMEDIATE")
             try:
                 yield self._writer
                 self._writer.execute("COMMIT")
             except BaseException:
                 # Counts of rows that are not there would make room without an end.
-                self._num_bytes, self._num_forgotten, self._num_samples, self._num_read = counts
+                self._num_bytes, self._num_forgotten = counts
                 # On a full disk SQLite has rolled back.
                 if self._writer.in_transaction:
                     self._writer.execute("ROLLBACK")
@@ -203,8 +197,7 @@ class SampleIndex:
     def keep(self, sample_id: int) -> None:
         """Count a sample as read though its newest texts are gone."""
         with self._transaction() as connection:
-            found = connection.execute("UPDATE samples SET is_read = 1 WHERE id = ? AND is_read = 0", (sample_id,))
-            self._num_read += found.rowcount
+            connection.execute("UPDATE samples SET is_read = 1 WHERE id = ?", (sample_id,))
 
     def unread(self, limit: int) -> tuple[int, ...]:
         """The newest samples with only a summary."""
@@ -233,30 +226,38 @@ class SampleIndex:
         return summary if row[1] is None else _sample(summary, row[1])
 
     def held(self) -> IndexState:
-        low, high = self._rewards
+        with self._reading() as connection:
+            count, num_read, newest, low, high = connection.execute(
+                "SELECT count(*), total(is_read), max(id), min(reward_min), max(reward_max) FROM samples"
+            ).fetchone()
+            sites = connection.execute("SELECT DISTINCT site FROM samples WHERE site != '' ORDER BY site").fetchall()
         return IndexState(
-            num_samples=self._num_samples,
-            num_read=self._num_read,
-            newest=self._newest,
-            sites=tuple(sorted(self._sites)),
-            rewards=(low, high) if low <= high else (0.0, 0.0),
+            num_samples=count,
+            num_read=int(num_read),
+            newest=newest or 0,
+            sites=tuple(row[0] for row in sites),
+            rewards=(0.0, 0.0) if low is None else (low, high),
             num_forgotten=self._num_forgotten,
         )
 
-    def find(self, query: Query, *, limit: int, is_counted: bool = True) -> Found:
+    def find(self, query: Query, *, limit: int) -> Found:
         with self._reading() as connection:
-            hits = look_up(connection, query, limit=limit, is_counted=is_counted)
-            ids = sorted(hits.ids[:limit], reverse=True)
-            summaries = tuple(self._line(connection, sample_id) for sample_id in ids)
-        is_followed = len(hits.ids) > limit or hits.looked_up_to is not None
+            ids = look_up(connection, query, limit=limit + 1)
+            count = count_hits(connection, query)
+            summaries = tuple(self._line(connection, each) for each in sorted(ids[:limit], reverse=True))
+        is_followed = len(ids) > limit
         return Found(
             summaries=summaries,
             has_newer=is_followed if query.after else bool(query.before),
             has_older=bool(query.after) or is_followed,
-            count=hits.count,
-            is_more=hits.is_more,
-            looked_up_to=hits.looked_up_to,
+            count=count,
+            is_more=bool(query.text) and count >= COUNTED,
         )
+
+    def next_id(self, query: Query) -> int | None:
+        """The hit next to a query's place."""
+        with self._reading() as connection:
+            return next(iter(look_up(connection, query, limit=1)), None)
 
     @staticmethod
     def _line(connection: sqlite3.Connection, sample_id: int) -> SampleSummary:
@@ -264,28 +265,16 @@ class SampleIndex:
         return value_of_row(SampleSummary, json.loads(line))
 
     def _put(self, connection: sqlite3.Connection, summary: SampleSummary, *, is_read: bool) -> None:
-        before = connection.execute("SELECT is_read FROM samples WHERE id = ?", (summary.id,)).fetchone()
         row = (
             summary.id, summary.version, str(summary.site), summary.kind.value, summary.kept_because,
             summary.reward_min, summary.reward_max, summary.num_truncated, summary.num_lost, summary.has_texts, is_read,
         )  # fmt: skip
         connection.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
         connection.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (summary.id, _packed(summary)))
-        self._num_samples += before is None
-        self._num_read += is_read - (before[0] if before is not None else 0)
-        self._newest = max(self._newest, summary.id)
-        # They only grow: a filter without hits does no harm.
-        self._sites |= {str(summary.site)} - {""}
-        if summary.reward_min is not None and summary.reward_max is not None:
-            low, high = self._rewards
-            self._rewards = (min(low, summary.reward_min), max(high, summary.reward_max))
 
     def _drop(self, connection: sqlite3.Connection, sample_id: int) -> None:
         self._drop_texts(connection, sample_id)
-        row = connection.execute("DELETE FROM samples WHERE id = ? RETURNING is_read", (sample_id,)).fetchone()
-        if row is not None:
-            self._num_samples -= 1
-            self._num_read -= row[0]
+        connection.execute("DELETE FROM samples WHERE id = ?", (sample_id,))
         connection.execute("DELETE FROM lines WHERE id = ?", (sample_id,))
 
     def _drop_texts(self, connection: sqlite3.Connection, sample_id: int) -> None:

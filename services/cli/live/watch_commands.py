@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from heterorl.common.types.run import RunStatus
 
 STEPS = 200
-"""Newest steps in which `status` looks for an accuracy."""
+"""Newest steps that are read."""
 
 
 @linked()
@@ -55,16 +55,20 @@ def status(
 async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ...], tuple[Evaluation, ...]]:
     """State of the run, its newest steps, and its evaluations."""
     from heterorl.cli.live.run_tables import read_evaluations
-    from heterorl.common.api import every_step
 
     status = await run.get_status()
     known: dict[tuple[int, str], Evaluation] = {}
     await read_evaluations(run, known)
-    evaluations = tuple(known[key] for key in sorted(known))
+    return status, await _newest_steps(run, status), tuple(known[key] for key in sorted(known))
+
+
+async def _newest_steps(api: OperatorApi, status: RunStatus) -> tuple[StepReport, ...]:
+    from heterorl.common.api import every_step
+
     if status.last_report is None:
-        return status, (), evaluations
-    steps = await every_step(run, after=max(0, status.last_report.step - STEPS))
-    return status, tuple(steps), evaluations
+        return ()
+    found = await every_step(api, after=max(0, status.last_report.step - STEPS))
+    return tuple({report.step: report for report in found}.values())
 
 
 @linked(credentials=NodeCredentialsOption)
@@ -96,9 +100,6 @@ def health(
 
 
 CALL_S = 5.0
-STEPS_A_CALL = 1000
-MOST_STEPS = 2000
-"""Newest steps that are read; all of a long run take longer than a call may."""
 WINDOW = 60
 """Polls that rates are computed over."""
 RATE_S = 10.0
@@ -117,7 +118,7 @@ class View:
 
     address: str
     status: RunStatus | None = None
-    reports: dict[int, StepReport] = field(default_factory=dict)
+    reports: tuple[StepReport, ...] = ()
     unreachable_since: float | None = None
     problem: str = ""
     marks: deque[tuple[float, int, int]] = field(default_factory=lambda: deque(maxlen=WINDOW))
@@ -135,11 +136,16 @@ async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -
     try:
         async with asyncio.timeout(CALL_S):
             status = await api.get_status()
-            if await _is_another(view, api, status):
-                view.reports.clear()
+            before = view.status
+            if before is not None and (
+                (before.run_id, before.epoch) != (status.run_id, status.epoch)
+                or before.head_version > status.head_version
+            ):
+                # A restored run, or one that lost versions with its learner, has not all that is known here.
                 view.marks.clear()
                 view.evaluations.clear()
-            await _read_steps(view, api, status)
+            if before is None or before.last_report != status.last_report:
+                view.reports = await _newest_steps(api, status)
             await read_evaluations(api, view.evaluations)
     except (PermissionDenied, ConfigError):
         raise
@@ -153,30 +159,6 @@ async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -
         return
     view.status, view.unreachable_since, view.problem = status, None, ""
     view.marks.append((monotonic, status.head_version, status.ledger.consumed))
-
-
-async def _is_another(view: View, api: OperatorApi, status: RunStatus) -> bool:
-    """Whether it is another run, or one that went back.
-    A restored run, and a learner that lost versions, repeat steps under the same numbers."""
-    before, last, known = view.status, status.last_report, max(view.reports, default=0)
-    if before is not None and (before.run_id != status.run_id or before.head_version > status.head_version):
-        return True
-    if known and last is not None and last.step > known:
-        last = {each.step: each for each in await api.list_steps(after_step=known - 1, limit=STEPS_A_CALL)}.get(known)
-    return known > 0 and _mark(last) != _mark(view.reports[known])
-
-
-def _mark(report: StepReport | None) -> tuple[int, int, float] | None:
-    return None if report is None else (report.step, report.version, report.published_time)
-
-
-async def _read_steps(view: View, api: OperatorApi, status: RunStatus) -> None:
-    newest = status.last_report.step if status.last_report is not None else 0
-    while (known := max(view.reports, default=0)) < newest:
-        reports = await api.list_steps(after_step=max(known, newest - MOST_STEPS), limit=STEPS_A_CALL)
-        view.reports.update((report.step, report) for report in reports)
-        if not reports:
-            return
 
 
 def frame(view: View, *, wall: float, is_unicode: bool = False) -> Group:
@@ -198,7 +180,7 @@ def frame(view: View, *, wall: float, is_unicode: bool = False) -> Group:
         head.append(since + view.problem, style="bold red")
     if view.status is None:
         return Group(head, Text("no answer from the coordinator yet"))
-    evaluated = newest_evaluated([view.reports[step] for step in sorted(view.reports)])
+    evaluated = newest_evaluated(view.reports)
     run, *sites = status_tables(view.status, evaluated=evaluated)
     rates = _rates(view)
     if rates:
@@ -206,7 +188,7 @@ def frame(view: View, *, wall: float, is_unicode: bool = False) -> Group:
     parts: list[Any] = [head, run, *sites]
     if view.reports:
         curves = Table("of the steps", "newest", f"last {LINE}", title="training")
-        for name, newest, values in series([view.reports[step] for step in sorted(view.reports)]):
+        for name, newest, values in series(view.reports):
             # Users name the parts of a reward, so markup is off.
             curves.add_row(Text(name), newest, sparkline(values[-LINE:], is_unicode=is_unicode))
         parts.append(curves)

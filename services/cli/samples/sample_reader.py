@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from heterorl.common.api import SamplesApi
-from heterorl.common.errors import ConfigError, DependencyMissing, UnknownSample
+from heterorl.common.errors import ConfigError, UnknownSample
 from heterorl.common.process.files import replacing
 from heterorl.common.text.token_text import TokenTexts
 from heterorl.common.types.common import Int32Array
@@ -76,14 +76,12 @@ def decoder(tokenizer: str) -> Decode:
     """A function that adds texts to a sample without them.
 
     `tokenizer` is a Hugging Face directory or hub id; empty keeps samples as they are. Raises ConfigError if it cannot
-    be loaded, DependencyMissing without transformers.
+    be loaded.
     """
     if not tokenizer:
         return lambda sample: sample
-    try:
-        from transformers import AutoTokenizer
-    except ModuleNotFoundError as error:
-        raise DependencyMissing("transformers", "sampler") from error
+    from transformers import AutoTokenizer
+
     try:
         loaded: Any = AutoTokenizer.from_pretrained(tokenizer)
     except (OSError, ValueError) as error:
@@ -127,19 +125,13 @@ Write = Callable[[Sequence[Mapping[str, Any]]], None]
 
 
 def check_target(out: Path) -> None:
-    """Refuse a bad target before anything is read.
-
-    Raises ConfigError for an unknown suffix, DependencyMissing without pyarrow.
-    """
+    """Refuse a bad target before anything is read."""
     if out.suffix not in SUFFIXES:
         raise ConfigError(
             "OUT", f"{out.name} must end in .jsonl or .parquet", action="name the file samples.jsonl or samples.parquet"
         )
     if out.suffix == ".parquet":
-        try:
-            import pyarrow.parquet  # noqa: F401 - whether it is there
-        except ModuleNotFoundError as error:
-            raise DependencyMissing("pyarrow", "parquet") from error
+        import pyarrow.parquet  # noqa: F401 - whether it is there
 
 
 class Export:

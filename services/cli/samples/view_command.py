@@ -44,12 +44,8 @@ def view(
         make_source = partial(ExportedSamples, path)
     else:
         make_source = _coordinator(link.at(run))
-    from heterorl.common.errors import DependencyMissing
+    from heterorl.view.pages import redirect_file, served
 
-    try:
-        from heterorl.view.pages import redirect_file, served
-    except ModuleNotFoundError as error:
-        raise DependencyMissing(error.name or "jinja2", "view") from None
     try:
         with served(make_source, port=port) as server, redirect_file(server.url) as page:
             typer.echo(f"{server.url}  (Ctrl-C ends it)")

@@ -386,3 +386,11 @@ def test_a_set_that_cannot_be_read_is_named_before_the_start(tmp_path):
 
     with pytest.raises(ConfigError, match=r"evaluation\.sums\.task\.name: .*missing\.jsonl"):
         CliRunner().invoke(app, ["check-config", "sampler", "--config", str(path)], catch_exceptions=False)
+
+
+def test_a_machine_without_torch_is_told_so(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+
+    result = invoke("check-config", "sampler", "--set", "tls.insecure=true")
+
+    assert str(result.exception) == "torch is not installed (in a clone of heterorl: pip install '.[sampler]')"

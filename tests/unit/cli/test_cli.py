@@ -26,9 +26,9 @@ from heterorl.cli import main as cli
 from heterorl.cli.certs import first_lines
 from heterorl.cli.connection import Link
 from heterorl.cli.live.run_tables import evaluation_tables, site_tables, status_json, status_tables
-from heterorl.cli.main import app, main
+from heterorl.cli.main import EXTRAS, app, main
 from heterorl.cli.models import _in_place_of_the_files
-from heterorl.common.errors import ConfigError, DependencyMissing, StoreLost
+from heterorl.common.errors import ConfigError, StoreLost
 from heterorl.common.process.config_file import load, parse_override
 from heterorl.common.rpc import channel
 from heterorl.common.types.evaluation import Estimate
@@ -70,15 +70,32 @@ def invoke(*arguments):
     return CliRunner().invoke(app, list(arguments))
 
 
-@pytest.mark.parametrize(("package", "module"), [("Jinja2", "jinja2"), ("tomli-w", "tomli_w")])
-def test_launch_names_the_package_that_it_lacks(tmp_path, monkeypatch, package, module):
-    monkeypatch.setitem(sys.modules, module, None)
+@pytest.mark.parametrize(
+    ("module", "said"),
+    [
+        ("torch.nn", "torch is not installed (in a clone of heterorl: pip install '.[learner,sampler]')"),
+        ("tomli_w", "tomli-w is not installed (in a clone of heterorl: pip install '.[launch]')"),
+        ("mine", ""),
+    ],
+)
+def test_a_package_that_a_command_lacks_is_named_with_its_extras(monkeypatch, capsys, module, said):
+    def lacks(**_):
+        raise ModuleNotFoundError(f"No module named {module!r}", name=module)
 
-    result = invoke("launch", "systemd", str(tmp_path / "run.toml"), "--out", str(tmp_path / "out"))
+    monkeypatch.setattr("heterorl.cli.main.app", lacks)
+    with pytest.raises(SystemExit if said else ModuleNotFoundError):
+        main()
+    assert said in capsys.readouterr().err
 
-    assert isinstance(result.exception, DependencyMissing)
-    assert f"{package} is not installed" in str(result.exception)
-    assert "in a clone of heterorl: pip install '.[launch]'" in str(result.exception)
+
+def test_extras_that_install_what_commands_import_are_there():
+    extras = tomllib.loads((Path(__file__).parents[3] / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    for package, names in EXTRAS.items():
+        assert any(line.startswith(package.replace("_", "-")) for name in names.split(",") for line in extras[name]), (
+            package
+        )
 
 
 def test_help_names_every_command_and_nothing_else():

@@ -66,7 +66,7 @@ def test_failed_run_leaves_report_and_model(demo, tmp_path, monkeypatch):
     written = []
     monkeypatch.setattr(demo, "_model", lambda *given: written.append(given) or tmp_path / "model")
 
-    summary = demo._conclude(wall_s=1.0, failure="no step came for 60 s", was_interrupted=False)
+    summary = demo._conclude(wall_s=1.0, failure="no step came for 60 s")
 
     assert (summary["status"], summary["failure"]) == ("failed", "no step came for 60 s")
     assert summary["model_dir"] == str(tmp_path / "model")
@@ -79,7 +79,8 @@ def test_a_model_that_cannot_be_written_costs_no_report(demo, tmp_path, monkeypa
 
     monkeypatch.setattr(demo, "_model", fail)
 
-    summary = demo._conclude(wall_s=1.0, failure="", was_interrupted=True)
+    demo.was_interrupted = True
+    summary = demo._conclude(wall_s=1.0, failure="")
 
     assert (summary["status"], summary["model_dir"]) == ("failed", None)
     assert summary["failure"] == "model_dir could not be written: the disk is full"

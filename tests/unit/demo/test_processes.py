@@ -15,7 +15,7 @@ from rich.console import Console
 from heterorl.demo import demo_run
 from heterorl.demo.demo_config import TINY, DemoOptions
 from heterorl.demo.demo_results import verdict
-from heterorl.demo.processes import Child, ChildFailed, Interruption, stop, stop_together
+from heterorl.demo.processes import Child, ChildFailed, stop, stop_together
 
 OBEDIENT = (
     "import signal, sys; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0)); print(flush=True); signal.pause()"
@@ -92,8 +92,7 @@ def test_failed_run_is_shown_and_summed_up_whatever_the_log_holds(tmp_path, monk
     console = Console(file=screen, markup=False, emoji=False, highlight=False)
     demo = demo_run._Demo(options=DemoOptions(out=tmp_path), regime=TINY, model_dir=tmp_path, console=console)
 
-    with Interruption() as interruption:
-        summary = demo.run(interruption)
+    summary = demo.run()
     for text in verdict(summary):
         console.print(text)
 
@@ -106,40 +105,28 @@ def test_failed_run_is_shown_and_summed_up_whatever_the_log_holds(tmp_path, monk
     assert not (tmp_path / "model").exists()
 
 
-@pytest.fixture
-def unignored():
-    """Started by nohup, the tests themselves ignore SIGHUP, and an ignored signal stays ignored."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    for number in before:
-        signal.signal(number, signal.SIG_DFL)
-    yield
-    for number, handler in before.items():
-        signal.signal(number, handler)
+def test_a_signal_ends_the_watch_and_a_second_one_not_the_stopping(tmp_path, monkeypatch):
+    demo = demo_run._Demo(
+        options=DemoOptions(out=tmp_path), regime=TINY, model_dir=tmp_path, console=Console(file=io.StringIO())
+    )
+    stopped = []
 
+    async def start():
+        asyncio.get_running_loop().call_soon(os.kill, os.getpid(), signal.SIGINT)
+        await asyncio.Event().wait()
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
-@pytest.mark.usefixtures("unignored")
-def test_signal_is_noted_raises_or_cancels_by_phase(number):
-    previous = signal.getsignal(number)
+    def stop():
+        os.kill(os.getpid(), signal.SIGINT)
+        stopped.append(demo.was_interrupted)
 
-    with Interruption() as noted:
-        os.kill(os.getpid(), number)
-    assert noted.number == number
-    assert noted.exit_code == 128 + number
+    monkeypatch.setattr(demo, "_start", start)
+    monkeypatch.setattr(demo, "_stop", stop)
+    # The tests may run where SIGINT is ignored.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        summary = demo.run()
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, handler)
 
-    with Interruption() as raised, pytest.raises(KeyboardInterrupt), raised.raising():
-        os.kill(os.getpid(), number)
-
-    async def wait(interruption, *, is_early):
-        if is_early:
-            os.kill(os.getpid(), number)
-        with interruption.cancelling():
-            if not is_early:
-                asyncio.get_running_loop().call_soon(os.kill, os.getpid(), number)
-            await asyncio.Event().wait()
-
-    for is_early in (True, False):
-        with Interruption() as cancelled, pytest.raises(asyncio.CancelledError):
-            asyncio.run(wait(cancelled, is_early=is_early))
-        assert cancelled.number == number
-    assert signal.getsignal(number) == previous
+    assert (stopped, summary["status"]) == ([True], "interrupted")

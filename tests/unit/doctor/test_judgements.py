@@ -1,6 +1,7 @@
 """Each fact leads to its own finding and remedy; nothing here touches a network."""
 
 import dataclasses
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -425,3 +426,14 @@ def test_a_gpu_is_absent_or_cannot_be_used(monkeypatch):
     assert machine_checks.measure_devices(["cuda:0", "cuda:2"]) == Device(
         name="cuda:2", free_bytes=GIB, total_bytes=4 * GIB
     )
+
+
+def test_a_model_that_cannot_be_measured_for_a_missing_package_fails_the_check(monkeypatch):
+    monkeypatch.setitem(sys.modules, "heterorl.common.text.prompter", None)
+
+    check = machine_checks.judge_contract(
+        machine_checks.measure_contract(LearnerConfig(), published_dtype="bf16"), diagnosis=None
+    )
+
+    assert check.level is Level.FAIL
+    assert "heterorl.common.text.prompter" in check.finding

@@ -14,8 +14,7 @@ import yaml
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import check_tls
 from heterorl.launch.nodes import nodes_of
-from heterorl.launch.render import MEMORY_SHARE, _quoted, render, write_tree
-from heterorl.sampler.sampler_config import VllmEngineConfig
+from heterorl.launch.render import _quoted, render, write_tree
 from tests.support.launches import NODES, SCHEMAS, run_file, run_table
 from tests.support.tools import check, tool
 
@@ -625,45 +624,6 @@ def test_a_run_whose_name_is_a_number_stays_a_text_in_yaml():
 
     assert entry["labels"]["run"] == "2026"
     assert pod["metadata"]["labels"]["app.kubernetes.io/part-of"] == "2026"
-
-
-@pytest.mark.parametrize(
-    ("learner_gpus", "shares", "problem"),
-    [
-        ([2, 3], ({},), ""),
-        ([1, 2], ({},), r"vLLM takes 0\.9 by default \(sampler-a\) of GPU 1 of box\.example, shared with learner"),
-        ([0, 1], ({}, {"kind": "hf"}), r"vLLM takes .* of GPU 0 of box\.example, shared with learner, sampler-b"),
-        # Stated next to a small learner.
-        ([1, 2], ({"memory_share": 0.9},), ""),
-        ([1, 2], ({"memory_share": 1.0},), r"vLLM takes 1\.0 \(sampler-a\) of GPU 1 .* leave it room"),
-        (
-            [2, 3],
-            ({"memory_share": 0.2}, {}),
-            r"vLLM takes 0\.2 \(sampler-a\), 0\.9 by default \(sampler-b\) of GPU 0 .*, such as 0\.5 each",
-        ),
-        ([2, 3], tuple({"memory_share": share} for share in (0.55, 0.05, 0.3, 0.1)), ""),
-    ],
-)
-@pytest.mark.parametrize("launcher", LAUNCHERS)
-def test_shares_of_a_gpu_fit_into_it_where_run_toml_places_the_nodes(launcher, learner_gpus, shares, problem):
-    run = run_file(
-        coordinator={"host": "box.example"}, relays=[],
-        learner={**run_table()["learner"], "host": "box.example", "devices": learner_gpus},
-        samplers=[
-            {"site": site, "devices": [0, 1], "engine": {"kind": "vllm", **share}}
-            for site, share in zip("abcd", shares, strict=False)
-        ],
-    )  # fmt: skip
-    # Slurm and Kubernetes choose the GPUs.
-    if not problem or launcher in ("slurm", "k8s"):
-        render(launcher, run)
-        return
-    with pytest.raises(ConfigError, match=rf"samplers\.engine\.memory_share: {problem}"):
-        render(launcher, run)
-
-
-def test_share_that_launch_assumes_is_vllms_default():
-    assert VllmEngineConfig().memory_share == MEMORY_SHARE
 
 
 @pytest.mark.parametrize("launcher", LAUNCHERS)

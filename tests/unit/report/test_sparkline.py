@@ -3,13 +3,15 @@
 import dataclasses
 import math
 
-from heterorl.report.figures import newest_accuracy, sparkline
+from heterorl.report.figures import newest_evaluated, sparkline
 from tests.support.run import REPORT
 
 
-def test_newest_accuracy_is_that_of_the_last_step_that_has_one():
-    assert newest_accuracy([REPORT]) is None
-    assert newest_accuracy([dataclasses.replace(REPORT, evaluation_accuracy=0.5), REPORT]) == 0.5
+def test_the_newest_accuracy_is_of_the_last_step_that_has_one():
+    scored = dataclasses.replace(REPORT, evaluation_accuracy=0.5)
+
+    assert newest_evaluated([REPORT]) is None
+    assert newest_evaluated([scored, REPORT]) == scored
 
 
 def test_sparkline_goes_from_low_to_high():

@@ -10,7 +10,6 @@ import pytest
 from heterorl.common.errors import Unreachable
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.sample import Sample
-from heterorl.view import sample_query
 from heterorl.view.pages import PAGE, Pages, number
 from heterorl.view.sample_index import SampleIndex, SourceProgress
 from tests.support.samples import TURNS, make_sample, make_turns
@@ -131,21 +130,15 @@ def test_equal_rewards_are_not_told_by_a_number(pages, index, num, reward, words
 
 def test_a_sample_has_its_neighbours_of_the_same_query(pages, index):
     index.add_samples([make_sample(n) for n in range(1, 31)])
+    index.add_samples([make_sample(n, completions=("qz",)) for n in (5, 12, 19)])
 
     links = [attrs for _, attrs in Elements(text(pages, "/sample/14", "fate=dropped")).tags if "rel" in attrs]
     found = {attrs["rel"]: attrs["href"] for attrs in links if attrs["rel"] in ("next", "prev")}
 
     assert found == {"next": "/sample/7?fate=dropped", "prev": "/sample/21?fate=dropped"}
-
-
-def test_neighbours_beyond_the_time_of_a_search_are_looked_for_in_the_list(pages, index, monkeypatch):
-    index.add_samples([make_sample(n, completions=("qz" if n == 5 else "no",)) for n in range(1, 20)])
-    monkeypatch.setattr(sample_query, "SEARCH_S", -1.0)
-
-    page = text(pages, "/sample/14", "text=qz")
-
+    page = text(pages, "/sample/12", "text=qz")
     links = {attrs["rel"]: attrs["href"] for tag, attrs in Elements(page).tags if tag == "a" and attrs.get("rel")}
-    assert links == {"next": "/?text=qz&before=13", "prev": "/?text=qz&after=15"}
+    assert links == {"next": "/sample/5?text=qz", "prev": "/sample/19?text=qz"}
 
 
 def test_tokens_hold_all_of_a_completion(pages, index):

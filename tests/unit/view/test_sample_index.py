@@ -1,4 +1,4 @@
-"""What is found among samples: filters, places, parts of text, and what happens when room or time ends."""
+"""What is found among samples: filters, places, parts of text, and what happens when room ends."""
 
 import dataclasses
 
@@ -111,7 +111,7 @@ def test_a_query_finds_what_a_look_at_each_sample_finds(full, query):
     found = index.find(query, limit=COUNT)
 
     assert ids(found) == by_hand(samples, query)
-    assert (found.count, found.is_more, found.looked_up_to) == (len(found.summaries), False, None)
+    assert (found.count, found.is_more) == (len(found.summaries), False)
     assert (found.has_newer, found.has_older) == (False, False)
 
 
@@ -245,24 +245,16 @@ def test_samples_that_the_disk_did_not_take_count_for_nothing(tmp_path):
     index.close()
 
 
-def test_a_search_whose_time_ends_says_where_to_go_on(full, monkeypatch):
+def test_hits_of_a_search_are_counted_up_to_a_number(full, monkeypatch):
     index, samples = full
-    monkeypatch.setattr(search, "SEARCH_S", -1.0)
-    query, found, seen = Query(text="the carry"), [], 0
+    monkeypatch.setattr(search, "COUNTED", 5)
+    monkeypatch.setattr(sample_index, "COUNTED", 5)
+    query = Query(text="answer")
 
-    place = query
-    while True:
-        page = index.find(place, limit=5)
-        found += ids(page)
-        seen += 1
-        if page.looked_up_to is None:
-            break
-        assert page.is_more
-        assert page.has_older
-        place = query.at(before=page.looked_up_to)
+    found = [index.find(place, limit=COUNT) for place in (query, query.at(before=9), Query())]
 
-    assert found == by_hand(samples, query)
-    assert seen > 3
+    assert [(each.count, each.is_more) for each in found] == [(5, True), (5, True), (COUNT, False)]
+    assert ids(found[0]) == by_hand(samples, query)
 
 
 def test_texts_with_anything_in_them_are_kept_and_found(index):

@@ -218,5 +218,6 @@ def restore(
     typer.echo(
         "groups acknowledged after the backup are lost: never start the old coordinator again. A sampler that saw a"
         f" version above {found.head_version} ends; its operator agrees there, once, with"
-        f" `heterorl accept-rewind {found.run_id}:{found.head_version} --config sampler.toml`"
+        f" `heterorl accept-rewind {found.run_id}:{found.head_version} --config sampler.toml` with"
+        " the service's `--set state_dir=DIR`"
     )

@@ -48,8 +48,8 @@ class RunReplaced(OperatorError):
     """Versions that this sampler verified are lost, or another run's."""
 
     action = (
-        "ask the run's operator; where the run was restored from a backup, of version V, agree once on this machine by"
-        " `heterorl accept-rewind RUN:V --config sampler.toml`, and start again"
+        "ask the run's operator; where the run was restored from a backup, of version V, agree once on this host by"
+        " `heterorl accept-rewind RUN:V --config sampler.toml` with the service's `--set state_dir=DIR`, and restart it"
     )
 
 
@@ -281,7 +281,8 @@ def agree(state_dir: Path, *, run: str, to_version: int) -> None:
 def _records(state_dir: Path, run: str) -> list[TrustRecord]:
     paths = sorted({*state_dir.glob(record_name("")), *state_dir.glob(record_name("*"))})
     if not paths:
-        raise OperatorError(f"{state_dir} has no record of versions", action="name the configuration of the sampler")
+        action = "name the directory of the sampler: --set state_dir=DIR"
+        raise OperatorError(f"{state_dir} has no record of versions", action=action)
     records = [TrustRecord(path) for path in paths]
     for record in records:
         newest = record.newest

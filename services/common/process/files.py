@@ -29,11 +29,13 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 def replacing(path: Path, *, is_durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file, named after the body's end and deleted after its failure.
 
-    With `is_durable` bytes and name survive a power cut. `mode` is the new file's mode before the umask.
+    With `is_durable` bytes and name survive a power cut. `mode` is the new file's mode before the umask. Root leaves
+    the owner of a file that it replaces: a service of another user still writes it.
     """
     temporary = path.with_name(f"{path.name}.tmp")
     try:
         with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
+            _keep_owner(file.fileno(), path)
             yield file
             file.flush()
             if is_durable:
@@ -44,6 +46,15 @@ def replacing(path: Path, *, is_durable: bool = True, mode: int = 0o666) -> Iter
         raise
     if is_durable:
         sync_directory(path.parent)
+
+
+def _keep_owner(descriptor: int, path: Path) -> None:
+    """Give a new file the owner of the one that it replaces; only root may."""
+    if os.geteuid() == 0:
+        # Missing: a new file. Not permitted: root of a container without that right.
+        with contextlib.suppress(FileNotFoundError, PermissionError):
+            before = path.stat()
+            os.fchown(descriptor, before.st_uid, before.st_gid)
 
 
 @contextlib.contextmanager

@@ -81,6 +81,18 @@ def command(tmp_path, argument, *options, typed=None):
     return CliRunner().invoke(app, ["accept-rewind", argument, "--config", str(config), *options], input=typed)
 
 
+def test_a_directory_without_a_record_is_refused_with_the_key_that_names_the_right_one(tmp_path):
+    # Under systemd and in containers the command line names the directory, not the file.
+    write(tmp_path / "unit" / "versions.jsonl", [5, 7])
+    refused = command(tmp_path, "run:5", "--yes")
+    agreed = command(tmp_path, "run:5", "--yes", "--set", f"state_dir={tmp_path / 'unit'}")
+
+    assert f"{tmp_path / 'site'} has no record of versions" in str(refused.exception)
+    assert "--set state_dir=DIR" in str(refused.exception)
+    assert agreed.exit_code == 0, agreed.output
+    assert TrustRecord(tmp_path / "unit" / "versions.jsonl").highest_version == 5
+
+
 def test_command_asks_and_changes_nothing_without_a_yes(tmp_path):
     path = tmp_path / "site" / "versions.jsonl"
     write(path, [5, 7])

@@ -175,3 +175,17 @@ def test_a_directory_appears_with_its_folders_and_all_of_it_is_synchronised(tmp_
     assert (tmp_path / "v1" / "folder" / "b").read_bytes() == b"whole"
     assert sorted(synced[:3]) == ["a", "b", "folder"]
     assert synced[3:] == ["v1.writing", tmp_path.name]
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away takes root")
+@pytest.mark.parametrize("is_durable", [True, False])
+def test_root_leaves_the_owner_of_a_file_that_it_replaces(tmp_path, is_durable):
+    path, new = tmp_path / "a", tmp_path / "b"
+    path.write_bytes(b"old")
+    os.chown(path, 10001, 10002)
+
+    for each in (path, new):
+        with replacing(each, is_durable=is_durable) as file:
+            file.write(b"new")
+
+    assert [(each.stat().st_uid, each.stat().st_gid) for each in (path, new)] == [(10001, 10002), (0, os.getegid())]

@@ -103,6 +103,10 @@ def test_steps_of_an_age_are_as_narrow_above_two_hours_as_below():
     assert all(later <= 3 * earlier for earlier, later in itertools.pairwise(steps))
 
 
+def test_a_duration_of_hours_is_shown():
+    assert metrics.PULL_SECONDS._kwargs["buckets"][-1] == metrics.STEP_SECONDS._kwargs["buckets"][-1] == 4 * 3600
+
+
 def test_metric_labels_are_of_a_closed_set_and_samplers_leave_the_site_to_the_scrape():
     declared = [value for value in vars(metrics).values() if hasattr(value, "_labelnames")]
 

@@ -57,7 +57,7 @@ _TYPES = {
 _SHOWN = 60
 _SECRET_NAMES = re.compile(r"(^|_)(url|endpoint|key|token|password|secret)$")
 _USER_IN_ADDRESS = re.compile(r"://[^\s/]*@")
-_RENAMED = {"max_policy_age_s": "max_superseded_s"}
+_RENAMED = {"max_policy_age_s": "max_superseded_s", "kl_coefficient": "sampler_kl"}
 """Other names of keys, which a refusal answers with the right one."""
 _ALIKE = 0.68
 """Least similarity of a suggestion; below it, pairs like `lr` and `lora` match."""

@@ -92,6 +92,11 @@ def test_every_wrong_key_is_named_at_every_depth(tmp_path):
         (SamplerConfig, "task=3", "task: must be a table, is 3"),
         (CoordinatorConfig, "max_staleness_versions='8'", "max_staleness_versions: must be a whole number, is '8'"),
         (CoordinatorConfig, "store_bytes=5", "store_bytes: must be at least 1048576, is 5"),
+        (
+            LearnerConfig,
+            "loss={kind='grpo', kl_coefficient=0}",
+            "loss.kl_coefficient: unknown key; did you mean loss.sampler_kl?",
+        ),
         (CoordinatorConfig, "max_policy_age_s=9", "max_policy_age_s: unknown key; did you mean max_superseded_s?"),
         (CoordinatorConfig, "max_superseded_s=inf", "max_superseded_s: must be a finite number, is inf"),
         (CoordinatorConfig, "learner_lease_s=0.001", "learner_lease_s: must be at least 0.3, is 0.001"),

@@ -131,7 +131,7 @@ class Bench:
     async def open(cls, directory: Path, *, num_tokens: int, turns: int = 1) -> Bench:
         """Open a store and publish version 0."""
         config = CoordinatorConfig(
-            run_id="bench", data_dir=directory / "data", max_staleness_versions=1000, max_policy_age_s=1e6,
+            run_id="bench", data_dir=directory / "data", max_staleness_versions=1000, max_superseded_s=1e6,
             groups_per_version=1 << 14, max_outstanding_groups=1 << 14, site_pending_bytes=1 << 40,
         )  # fmt: skip
         core = await Coordinator.open(config, SystemClock())

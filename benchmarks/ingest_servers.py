@@ -111,7 +111,7 @@ class Heterorl:
         self._address = f"127.0.0.1:{free_port()}"
         tables = {
             "run_id": "bench", "data_dir": str(directory / "data"), "listen": self._address, "metrics_port": 0,
-            "tls": {"insecure": True}, "max_staleness_versions": 1000, "max_policy_age_s": 1e6,
+            "tls": {"insecure": True}, "max_staleness_versions": 1000, "max_superseded_s": 1e6,
             "groups_per_version": 1 << 18, "max_outstanding_groups": 1 << 18, "site_pending_bytes": 1 << 40,
             "learner_lease_s": 600.0, "work_lease_s": 3600.0,
         }  # fmt: skip

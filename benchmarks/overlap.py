@@ -112,7 +112,7 @@ async def run_learner(model_dir: Path, directory: Path, *, steps: int, bytes_per
     tables = {
         "run_id": "bench", "data_dir": str(directory / "coordinator"), "listen": address, "metrics_port": 0,
         "groups_per_version": GROUPS, "max_outstanding_groups": 4096, "max_staleness_versions": 4096,
-        "max_policy_age_s": 1e6, "tls": {"insecure": True},
+        "max_superseded_s": 1e6, "tls": {"insecure": True},
     }  # fmt: skip
     config = LearnerConfig.model_validate(
         {

@@ -157,7 +157,7 @@ def _work(job: dict[str, Any]) -> dict[str, Any]:
     tables = {
         "run_id": "bench", "data_dir": str(directory / "coordinator"), "listen": address, "metrics_port": 0,
         "groups_per_version": 4, "max_outstanding_groups": 4096, "max_staleness_versions": 4096,
-        "max_policy_age_s": 1e6, "tls": {"insecure": True},
+        "max_superseded_s": 1e6, "tls": {"insecure": True},
     }  # fmt: skip
     child = start("coordinator", name="coordinator", tables=tables, directory=directory)
     try:

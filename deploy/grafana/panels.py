@@ -216,9 +216,12 @@ LATENCY_BOARD = Dashboard(
               queries=_quantiles("heterorl_coordinator_queue_age_seconds", "{{site}}", SITE, "site"),
               note="From arrival to the lease by the learner."),
         Panel(title="Policy age at the lease", unit="s", is_log=True,
-              queries=_quantiles("heterorl_coordinator_policy_age_seconds", "{{site}}", SITE, "site")
-              + _gauge("heterorl_coordinator_max_policy_age_seconds", "bound"),
-              note="From its publication; the bound, beyond which groups are dropped, counts from the next version's."),
+              queries=_quantiles("heterorl_coordinator_policy_age_seconds", "{{site}}", SITE, "site"),
+              note="From its publication; an old policy is not superseded while it is the newest."),
+        Panel(title="Superseded at the lease", unit="s", is_log=True,
+              queries=_quantiles("heterorl_coordinator_superseded_seconds", "{{site}}", SITE, "site")
+              + _gauge("heterorl_coordinator_max_superseded_seconds", "bound"),
+              note="Since the next version's publication; beyond the bound, groups are dropped."),
         Panel(title="Policy age when trained", unit="s", is_log=True,
               queries=_quantiles("heterorl_learner_policy_age_seconds", "{{site}}", SITE, "site"),
               note="The whole way: publish, apply, generate, push, queue, train."),

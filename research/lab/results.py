@@ -61,6 +61,8 @@ LATER_KEYS: Mapping[str, frozenset[str]] = {
 }
 """Keys that came after the first tables: a digest names them only where they are set, so that runs keep theirs."""
 PARAMETERS = {"lognormal": ("mu", "sigma"), "weibull": ("shape", "scale"), "exponential": ("start", "scale")}
+SAMPLER_KL = "kl_coefficient"
+"""What a digest calls `loss.sampler_kl`, as those of earlier results do."""
 _POINTS = 10
 _DIGITS = 3
 _DIGITS_OF_MEANS = 6
@@ -79,8 +81,9 @@ _MEANS = {
 
 def cell_digest(cell: Cell) -> str:
     """Digest of everything that a run depends on."""
+    algorithm = cell.algorithm.model_dump_json(exclude={"loss": _unset(cell.algorithm.loss, "loss")})
     parts = (
-        cell.algorithm.model_dump_json(exclude={"loss": _unset(cell.algorithm.loss, "loss")}),
+        algorithm.replace('"sampler_kl":', f'"{SAMPLER_KL}":'),
         _with_parameters(cell.delay),
         cell.task.model_dump_json(
             exclude={"task": _unset(cell.task.task, "prompts"), **dict.fromkeys(_unset(cell.task, "task"), True)}

@@ -177,7 +177,7 @@ class DppoConfig(MovedLoss):
     OPTIONS = ("divergence", "mask_low", "mask_high", "square_coefficient")
     LEVEL = "token"
     kind: Literal["dppo"] = "dppo"
-    kl_coefficient: float = Field(default=0.0, ge=0.0, le=100.0)
+    sampler_kl: float = Field(default=0.0, ge=0.0, le=100.0)
     """Weight of KL(q || p); the loss has a square of its own in its place."""
     advantage: Advantage = "mean"
     aggregation: Aggregation = "token_mean"

@@ -124,9 +124,9 @@ class CoordinatorConfig(Config):
     mask_stale: bool = False
     """False: a group is as old as its oldest token. True: tokens beyond max_staleness_versions become context, and the
     youngest drawn token counts."""
-    max_policy_age_s: float = Field(default=7200.0, gt=0, allow_inf_nan=False)
-    """Largest age of a group's policy since the next version came, when the group arrives and when the learner gets it.
-    Samplers whose `[delay]` is longer there and back are refused."""
+    max_superseded_s: float = Field(default=7200.0, gt=0, allow_inf_nan=False)
+    """Longest time since a newer version than the group's was published, when the group arrives and when the learner
+    gets it. Samplers whose `[delay]` is longer there and back are refused."""
     max_outstanding_groups: int = Field(default=0, ge=0)
     """Groups leased to samplers, queued or leased to the learner; 0: 4 versions' worth."""
     site_pending_bytes: int = Field(default=256 << 20, ge=1 << 16)

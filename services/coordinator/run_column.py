@@ -69,12 +69,12 @@ class RunColumn:
                 f"the delay of {registration.max_delay_versions} versions exceeds max_staleness_versions = {bound}",
                 action="raise the coordinator's max_staleness_versions or lower the sampler's delay",
             )
-        longest_s = self._context.config.max_policy_age_s
+        longest_s = self._context.config.max_superseded_s
         if not 0 <= registration.max_delay_s <= longest_s:
             # NaN is refused like a number that is too large.
             raise ContractMismatch(
-                f"the delay of {registration.max_delay_s:g} s there and back exceeds max_policy_age_s = {longest_s:g}",
-                action="raise the coordinator's max_policy_age_s or lower the sampler's delay",
+                f"the delay of {registration.max_delay_s:g} s there and back exceeds max_superseded_s = {longest_s:g}",
+                action="raise the coordinator's max_superseded_s or lower the sampler's delay",
             )
         if not 0 <= registration.work_ahead_s < math.inf:
             raise InvalidRequest(f"work_ahead_s: {registration.work_ahead_s:g} is not a number of seconds")

@@ -61,7 +61,7 @@ async def observe_run(core: Coordinator) -> int:
     idle = () if is_ending else quarantined_sites(status)
     metrics.STANDSTILL.set(bool(idle))
     core.run.note_standstill(idle)
-    metrics.MAX_POLICY_AGE_SECONDS.set(config.max_policy_age_s)
+    metrics.MAX_SUPERSEDED_SECONDS.set(config.max_superseded_s)
     metrics.MAX_STALENESS_VERSIONS.set(config.max_staleness_versions)
     metrics.QUEUE_OLDEST_SECONDS.set(0.0 if oldest is None else max(0.0, now - oldest))
     metrics.DISK_REFUSES.set(bool(status.store_problem))

@@ -126,7 +126,7 @@ def test_parts_are_keys_of_the_kinds_that_the_page_names():
             assert re.findall(r'"(\w+)"', values) == list(choices)
     words = {cell: meaning for cell, _, meaning in rows}
     loss = loss_config.GepoConfig()
-    assert f"{loss.kl_coefficient}".lstrip("0") + " for every kind" in words["`kl_coefficient`"]
+    assert f"{loss.sampler_kl}".lstrip("0") + " for every kind" in words["`sampler_kl`"]
     assert words["`max_log_weight`"].endswith(f", {loss.max_log_weight:g} nats")
     for name in get_args(loss_config.Denominator):
         assert name in words["`denominator`"]

@@ -230,7 +230,7 @@ PROMISES = [
     ("docs/recipes.md", f"`work_lease_s` (coordinator) | {COORDINATOR.work_lease_s:g} s"),
     (
         "docs/recipes.md",
-        f"`max_policy_age_s` (coordinator) | {COORDINATOR.max_staleness_versions}; {COORDINATOR.max_policy_age_s:g} s",
+        f"`max_superseded_s` (coordinator) | {COORDINATOR.max_staleness_versions}; {COORDINATOR.max_superseded_s:g} s",
     ),
     ("docs/recipes.md", f"({(COORDINATOR.work_lease_s + SAMPLER.work_ahead_s) / 60:g} minutes by default)"),
     ("docs/recipes.md", f"(checkpoints below {checkpoint_store.LARGE_BYTES // GIB} GiB), else every tenth"),

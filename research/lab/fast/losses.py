@@ -30,7 +30,7 @@ _LAID_OUT = frozenset(
     {
         "level", "denominator", "normalisation", "kl_threshold", "defensive_fraction", "proximal", "behaviour_cap",
         "clip", "low", "high", "clip_on", "positive_weight", "advantage", "aggregation", "length_power",
-        "opsm_threshold", "drift_limit", "kl_coefficient", "max_log_weight", "step_size", "dual_clip", "trace_cap",
+        "opsm_threshold", "drift_limit", "sampler_kl", "max_log_weight", "step_size", "dual_clip", "trace_cap",
         "negative_weight", "mixture_slope", "mixture_age", "mixture_gradient",
     }
 )  # fmt: skip
@@ -149,8 +149,8 @@ def _together(
     terms = policy_loss(spec, inputs, learner_BT, coefficients_BT=coefficients_BT)
     kl_BT = kl_estimates(learner_BT, inputs.sampler_BT, inputs.mask_BT, max_log_ratio=spec.max_log_weight)
     losses_B = terms.contributions_B
-    if spec.kl_coefficient > 0.0:
-        losses_B = losses_B + spec.kl_coefficient * (coefficients_BT * kl_BT).sum(1)
+    if spec.sampler_kl > 0.0:
+        losses_B = losses_B + spec.sampler_kl * (coefficients_BT * kl_BT).sum(1)
     totals = losses_B.view(len(numbers), -1).sum(1)
     found: list[float] = totals.tolist()
     sequences = measure(spec, inputs, learner_BT, terms)

@@ -100,7 +100,7 @@ HEAD_VERSION = _gauge("coordinator_head_version", "Newest policy version.")
 HEAD_TIMESTAMP = _gauge("coordinator_head_timestamp_seconds", "When the newest version was published (start if none).")
 LEARNER_EPOCH = _gauge("coordinator_learner_epoch", "Current learner epoch.")
 DRAINING = _gauge("coordinator_draining", "1 while no work is handed out because the run ends.")
-MAX_POLICY_AGE_SECONDS = _gauge("coordinator_max_policy_age_seconds", "Configured bound on the age of a policy.")
+MAX_SUPERSEDED_SECONDS = _gauge("coordinator_max_superseded_seconds", "Bound on the time since a newer version.")
 MAX_STALENESS_VERSIONS = _gauge("coordinator_max_staleness_versions", "Configured bound on staleness.")
 
 # coordinator: groups

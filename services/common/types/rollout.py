@@ -293,7 +293,7 @@ class LeasedGroup(_Leased):
 
     sealed: SealedGroup
     superseded_s: float = 0.0
-    """Seconds since a newer version was published, which max_policy_age_s bounds; not for the learner."""
+    """Seconds since a newer version was published, which max_superseded_s bounds; not for the learner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -213,12 +213,14 @@ def _facts(connection: Connection, group: SealedGroup, around: Surroundings) -> 
         (group.state_root, group.oldest_version),
     ).fetchone()
     version_of_age = counted_version(group, mask_stale=config.mask_stale)
-    age_s = horizon.superseded_s(connection, version_of_age, reach=config.max_staleness_versions + 1, now=around.now)
+    superseded_s = horizon.superseded_s(
+        connection, version_of_age, reach=config.max_staleness_versions + 1, now=around.now
+    )
     # Not of versions that do not exist: a hostile site may state as many as its group has tokens.
     is_known = max(group.versions) <= around.head
     return Facts(
         head_version=around.head,
-        policy_age_s=age_s,
+        superseded_s=superseded_s,
         state_root=version[0] if version else None,
         assignment_prompt=None,
         is_answered=False,

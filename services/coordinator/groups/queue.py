@@ -228,7 +228,7 @@ class Queue:
     def _oldest_usable(self, connection: Connection, *, head: int, now: float) -> int:
         config = self.config
         return horizon.oldest_usable(
-            connection, head=head, max_versions=config.max_staleness_versions, max_s=config.max_policy_age_s, now=now
+            connection, head=head, max_versions=config.max_staleness_versions, max_s=config.max_superseded_s, now=now
         )
 
     def consume(

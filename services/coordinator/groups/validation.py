@@ -28,11 +28,11 @@ class Facts:
 
     `state_root` of its oldest version (None: no such version); `assignment_prompt` (None: not this site's);
     `is_answered`: the assignment has its group; `quarantine`: the reason, or empty; `abandoned_version` among its
-    versions (None: none); `policy_age_s` since the next version.
+    versions (None: none); `superseded_s`: time since the next version.
     """
 
     head_version: int
-    policy_age_s: float
+    superseded_s: float
     state_root: str | None
     assignment_prompt: int | None
     is_answered: bool
@@ -69,8 +69,8 @@ def judge(group: SealedGroup, facts: Facts, config: CoordinatorConfig) -> tuple[
     staleness = facts.head_version - counted_version(group, mask_stale=config.mask_stale)
     if staleness > config.max_staleness_versions:
         return DropReason.STALE_AT_INGEST, f"{staleness} versions old; the bound is {config.max_staleness_versions}"
-    if facts.policy_age_s > config.max_policy_age_s:
-        text = f"a newer version came {facts.policy_age_s:.0f} s ago; max_policy_age_s is {config.max_policy_age_s:.0f}"
+    if facts.superseded_s > config.max_superseded_s:
+        text = f"a newer version came {facts.superseded_s:.0f} s ago; max_superseded_s is {config.max_superseded_s:.0f}"
         return DropReason.STALE_AT_INGEST, text
     return None, ""
 

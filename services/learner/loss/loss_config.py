@@ -27,8 +27,8 @@ class LossOptions(Config):
 
     PARTS: ClassVar[dict[str, Any]] = {}
     """Fields of `LossSpec` that the kind fixes."""
-    kl_coefficient: float = Field(default=0.005, ge=0.0, le=100.0)
-    """Weight of KL(q || p); 0: off."""
+    sampler_kl: float = Field(default=0.005, ge=0.0, le=100.0)
+    """Weight of KL(sampler || learner); 0: off."""
     aggregation: Aggregation = "sequence_mean"
     """Each rollout counts equally (`sequence_mean`), each token does (`token_mean`) or 1 / (rollouts x max_new_tokens)
     (`max_length`); token sums are averaged (`sequence_sum`) or weighed by `length_power`."""

@@ -66,7 +66,7 @@ class LossSpec:
     drift_limit: float = 0.0
     m2_budget: float = 0.0
     drop_uniform_groups: bool = False
-    kl_coefficient: float = 0.0
+    sampler_kl: float = 0.0
     reference_kl: float = 0.0
     max_log_weight: float = 20.0
     step_size: Literal["constant", "ess", "ess_uncapped"] = "constant"

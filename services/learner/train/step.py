@@ -106,8 +106,8 @@ def micro_batch_loss(
     terms = policy_loss(spec, inputs, learner_BT, coefficients_BT=coefficients_BT, step=batch.whole)
     total = terms.contributions_B.sum()
     kl_BT = kl_estimates(learner_BT, sampler_BT, mask_BT, max_log_ratio=spec.max_log_weight)
-    if spec.kl_coefficient > 0.0:
-        total = total + spec.kl_coefficient * (coefficients_BT * kl_BT).sum()
+    if spec.sampler_kl > 0.0:
+        total = total + spec.sampler_kl * (coefficients_BT * kl_BT).sum()
     if spec.reference_kl > 0.0:
         assert inputs.reference_BT is not None
         distance_BT = reference_kl_estimates(

@@ -85,7 +85,7 @@ class Model(RuleBasedStateMachine):
             data_dir=self.directory / "data",
             groups_per_version=PER_VERSION,
             max_staleness_versions=BOUND,
-            max_policy_age_s=MAX_AGE_S,
+            max_superseded_s=MAX_AGE_S,
             max_outstanding_groups=LIMIT,
             work_lease_s=WORK_LEASE_S,
             learner_lease_s=LEARNER_LEASE_S,

@@ -47,7 +47,7 @@ def config_of(tmp_path, **changes):
         "data_dir": tmp_path / "data",
         "groups_per_version": 2,
         "max_staleness_versions": 3,
-        "max_policy_age_s": 500,
+        "max_superseded_s": 500,
     }
     return CoordinatorConfig(**{**values, **changes})
 
@@ -412,7 +412,7 @@ async def test_old_policies_in_seconds_are_dropped_too(core, run, clock):
     (outcome,) = await core.push_groups([run.group(work[1], version=0)])
 
     assert outcome.reason is DropReason.STALE_AT_INGEST
-    assert "a newer version came 501 s ago; max_policy_age_s is 500" in outcome.message
+    assert "a newer version came 501 s ago; max_superseded_s is 500" in outcome.message
     await run.publish()
     await run.push(1)
     (queued,) = await leased(core, run, 1)

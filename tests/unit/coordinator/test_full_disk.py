@@ -37,7 +37,7 @@ def grow(disk, size):
 
 def config(disk):
     # Without a mark the disk itself refuses.
-    return CoordinatorConfig(data_dir=disk / "data", min_free_bytes=0, groups_per_version=1000, max_policy_age_s=1e9)
+    return CoordinatorConfig(data_dir=disk / "data", min_free_bytes=0, groups_per_version=1000, max_superseded_s=1e9)
 
 
 async def begin(disk, tmp_path):

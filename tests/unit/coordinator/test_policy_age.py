@@ -1,4 +1,4 @@
-"""The bound on a policy's age in seconds: it never stops a run, and it knows the delays that sites declare."""
+"""The bound on how long a version is superseded: it never stops a run, and it knows the delays that sites declare."""
 
 import math
 
@@ -60,7 +60,7 @@ async def test_run_goes_on_after_any_pause(tmp_path, clock, away_s):
 async def test_age_counts_from_the_next_version_that_is_not_abandoned(tmp_path, clock, monkeypatch, at_once):
     # However many one lease gives up, the next ones give up the rest.
     monkeypatch.setattr(queue, "DROPPED_AT_ONCE", at_once)
-    core, run = await begin(tmp_path, clock, max_policy_age_s=100, max_outstanding_groups=100)
+    core, run = await begin(tmp_path, clock, max_superseded_s=100, max_outstanding_groups=100)
     work = await run.lease(8)
     old = [run.group(entry, version=0) for entry in work]
     clock.advance(1000)
@@ -139,7 +139,7 @@ async def test_oldest_usable_version_is_within_both_bounds(tmp_path, clock):
 @pytest.mark.parametrize("delay_s", [7200.1, -1.0, math.nan, math.inf])
 async def test_delay_that_the_bound_does_not_allow_is_refused_when_the_site_registers(tmp_path, clock, delay_s):
     core, run = await begin(tmp_path, clock)
-    with pytest.raises(ContractMismatch, match="max_policy_age_s = 7200"):
+    with pytest.raises(ContractMismatch, match="max_superseded_s = 7200"):
         await core.register(run.registration(max_delay_s=delay_s))
     await core.register(run.registration(max_delay_s=7200.0))
     await core.close()
@@ -225,7 +225,7 @@ async def test_half_an_hour_of_transit_each_way_runs_with_the_default_bounds(tmp
     counts = await world.core.database.run(ledger.counts)
     await world.close()
 
-    assert (world.core.config.max_policy_age_s, world.core.config.work_lease_s) == (7200.0, 120.0)
+    assert (world.core.config.max_superseded_s, world.core.config.work_lease_s) == (7200.0, 120.0)
     assert site.policy_version >= 1
     assert counts.acked > 300
     assert counts.dropped == {}

@@ -33,7 +33,7 @@ def shown(name, **labels):
 
 @pytest.fixture
 def config(tmp_path):
-    return CoordinatorConfig(data_dir=tmp_path / "data", max_policy_age_s=500)
+    return CoordinatorConfig(data_dir=tmp_path / "data", max_superseded_s=500)
 
 
 async def test_newest_version_is_shown_with_its_payloads_and_what_coding_and_applying_took(core, run):
@@ -101,7 +101,7 @@ async def test_run_is_shown_as_the_store_holds_it(core, run, clock):
     assert shown("coordinator_ledger_groups", account="acked") == 2
     assert shown("coordinator_ledger_balanced") == 1
     assert shown("coordinator_draining") == 0
-    assert shown("coordinator_max_policy_age_seconds") == 500
+    assert shown("coordinator_max_superseded_seconds") == 500
     assert shown("coordinator_site_silence_seconds", site=SITE) == 10.0
     assert shown("coordinator_site_policy_version", site=SITE) == 0
     assert shown("coordinator_store_used_bytes") == core.blobs.used_bytes > 0

@@ -136,12 +136,12 @@ def test_a_seed_is_finished_before_the_next_begins():
 
 def test_variants_change_the_regime_and_every_loss():
     experiment = ExperimentConfig(
-        variants=({"name": "lr=0.1", "set": {"lr": 0.1}}, {"name": "kl=1", "set": {"loss.kl_coefficient": 1.0}})
+        variants=({"name": "lr=0.1", "set": {"lr": 0.1}}, {"name": "kl=1", "set": {"loss.sampler_kl": 1.0}})
     )
     first, second = list_cells(experiment)
 
-    assert (first.regime.lr, first.algorithm.loss.kl_coefficient) == (0.1, 0.005)
-    assert (second.regime.lr, second.algorithm.loss.kl_coefficient) == (1e-3, 1.0)
+    assert (first.regime.lr, first.algorithm.loss.sampler_kl) == (0.1, 0.005)
+    assert (second.regime.lr, second.algorithm.loss.sampler_kl) == (1e-3, 1.0)
 
 
 def test_a_variant_of_an_unknown_key_names_it():

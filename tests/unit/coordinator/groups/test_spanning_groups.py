@@ -36,9 +36,9 @@ def test_staleness_counts_from_the_oldest_token_unless_stale_ones_are_masked(bou
         oldest_version=oldest, state_root=ROOT, generation_s=0.1,
     )  # fmt: skip
     facts = Facts(
-        head_version=head, policy_age_s=1.0, state_root=ROOT, assignment_prompt=7, is_answered=False
+        head_version=head, superseded_s=1.0, state_root=ROOT, assignment_prompt=7, is_answered=False
     )  # fmt: skip
-    config = CoordinatorConfig(max_staleness_versions=bound, max_policy_age_s=60.0, mask_stale=mask_stale)
+    config = CoordinatorConfig(max_staleness_versions=bound, max_superseded_s=60.0, mask_stale=mask_stale)
 
     message = content_problem(columns_of(group_to_pb(group)), CONTRACT, max_prompt_tokens=9)
     reason, message = (DropReason.INVALID, message) if message else judge(seal(group), facts, config)

@@ -149,7 +149,7 @@ async def play(steps):
     with tempfile.TemporaryDirectory(prefix="orders-") as directory:
         config = CoordinatorConfig(
             data_dir=Path(directory) / "data", groups_per_version=PER_VERSION, max_outstanding_groups=LIMIT,
-            max_staleness_versions=64, max_policy_age_s=1e9, work_lease_s=LEASE_S,
+            max_staleness_versions=64, max_superseded_s=1e9, work_lease_s=LEASE_S,
         )  # fmt: skip
         core = await Coordinator.open(config, clock, store=InlineDatabase)
         if isinstance(core.database._engine, SqliteEngine):

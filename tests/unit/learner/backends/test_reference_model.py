@@ -69,7 +69,7 @@ def test_named_model_pulls_from_the_first_step(model_dir, other_dir):
 
 @pytest.mark.slow
 def test_a_loss_of_the_users_own_reads_the_named_model(model_dir, other_dir):
-    loss = NEAR_REFERENCE.model_copy(update={"kl_coefficient": 0.0})
+    loss = NEAR_REFERENCE.model_copy(update={"sampler_kl": 0.0})
     backend = _backend(model_dir, loss, reference_model_dir=str(other_dir), lr=3e-4)
     groups = [queued(_equal(one.group)) for one in random_groups(seed=2)]
 

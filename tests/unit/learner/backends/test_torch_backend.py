@@ -113,7 +113,7 @@ def test_skipped_step_leaves_no_trace_in_later_ones(model_dir):
 @pytest.mark.parametrize("is_dropped", [False, True])
 def test_step_on_equal_rewards_is_one_of_gradient_zero_unless_the_loss_drops_them(model_dir, is_dropped):
     """AdamW takes a gradient of 0 as any other: its momentum, and weight decay, move weights."""
-    backend = _backend(model_dir, loss=GepoConfig(kl_coefficient=0.0, drop_uniform_groups=is_dropped))
+    backend = _backend(model_dir, loss=GepoConfig(sampler_kl=0.0, drop_uniform_groups=is_dropped))
     _train(backend, 1, 2)
     before = weights(backend.torch_model)
     groups = []
@@ -362,7 +362,7 @@ def test_bf16_products_train_fp32_masters(model_dir):
 def test_steps_on_one_rewarded_token_make_it_likelier(model_dir):
     from tests.support.training import group, rollout
 
-    backend = _backend(model_dir, config=TorchBackendConfig(lr=3e-3), loss=GepoConfig(kl_coefficient=0.0))
+    backend = _backend(model_dir, config=TorchBackendConfig(lr=3e-3), loss=GepoConfig(sampler_kl=0.0))
     prompt = torch.tensor([[1, 2, 3]])
 
     def logprobs():

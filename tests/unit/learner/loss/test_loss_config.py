@@ -25,8 +25,8 @@ def test_kind_alone_selects_a_loss_with_its_rule(kind):
     loss = ADAPTER.validate_python({"kind": kind})
 
     assert loss.kind == kind
-    assert loss.kl_coefficient == 0.005
-    assert loss_spec_of(loss).kl_coefficient == 0.005
+    assert loss.sampler_kl == 0.005
+    assert loss_spec_of(loss).sampler_kl == 0.005
 
 
 @pytest.mark.parametrize("kind", ["gepo", "gspo", "grpo"])

@@ -294,7 +294,7 @@ def test_checkpointing_that_a_model_has_not_is_refused_by_its_key():
 def test_gradient_ignores_nothing_of_a_group_with_equal_rewards_but_its_advantage():
     # Such groups stay in the denominator, so the others' gradient does not depend on how many of them came along.
     model = tiny_model(dtype=torch.float64)
-    loss = GepoConfig(kl_coefficient=0.0)
+    loss = GepoConfig(sampler_kl=0.0)
     varied, flat = random_groups(2, seed=6)
     members = tuple(dataclasses.replace(member, reward=1.0) for member in flat.group.rollouts)
     flat = dataclasses.replace(flat, group=dataclasses.replace(flat.group, rollouts=members))

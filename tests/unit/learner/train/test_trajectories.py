@@ -145,7 +145,7 @@ def test_loss_is_that_of_trajectories_written_out(sequences):
     total.backward()
     expected = float(total.detach()), {name: p.grad.clone() for name, p in MODEL.named_parameters()}
 
-    _assert_same(expected, _gradients(groups, GepoConfig(clip="none", kl_coefficient=0.0)))
+    _assert_same(expected, _gradients(groups, GepoConfig(clip="none", sampler_kl=0.0)))
 
 
 BY_TURN = CustomLossConfig(function="tests.support.custom_losses:by_turn")
@@ -203,7 +203,7 @@ def test_loss_of_what_is_left_of_stale_rollouts_is_that_of_fresh_tokens_written_
     total.backward()
     expected = float(total.detach()), {name: p.grad.clone() for name, p in MODEL.named_parameters()}
 
-    loss = GepoConfig(clip="none", kl_coefficient=0.0)
+    loss = GepoConfig(clip="none", sampler_kl=0.0)
     for batching in ("padded", "packed"):
         _assert_same(expected, _gradients([without_stale(value, oldest=2)], loss, batching=batching))
 
@@ -338,8 +338,8 @@ def test_own_probability_weights_give_the_exact_policy_gradient_of_a_world_of_tw
     ]  # fmt: skip
     gradients = {}
     for name, loss in {
-        "own": TisConfig(level="sequence", cap=1e9, aggregation="sequence_sum", kl_coefficient=0.0),
-        "gepo": GepoConfig(clip="none", kl_coefficient=0.0),
+        "own": TisConfig(level="sequence", cap=1e9, aggregation="sequence_sum", sampler_kl=0.0),
+        "gepo": GepoConfig(clip="none", sampler_kl=0.0),
     }.items():
         batch = build_batch([group(members, prompt=[5])], loss=loss)
         micro_batch = collate(batch.sequences, batching="padded")

@@ -20,7 +20,7 @@ OPTIONS = [
     {"kind": "gspo", "clip_on": "gepo", "m2_budget": 0.05},
     {"kind": "dapo", "drop_uniform_groups": True},
     {"kind": "decoupled_ppo", "proximal": "loglinear"},
-    {"kind": "grpo", "kl_coefficient": 0.0, "max_log_weight": 20.0, "dual_clip": 3.0},
+    {"kind": "grpo", "sampler_kl": 0.0, "max_log_weight": 20.0, "dual_clip": 3.0},
     {"kind": "gepo", "denominator": "leave_one_out", "positive_weight": "one_clipped"},
 ]
 MOVED = [

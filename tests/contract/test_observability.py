@@ -175,10 +175,10 @@ def test_every_alert_is_seen_firing_and_silent_in_the_rule_tests():
 
 def test_alert_of_the_policy_age_is_exact_at_the_default_bound():
     # A quantile is interpolated within a step: ages below the limit must not share one with ages above it.
-    (rule,) = (rule for rule in ALERTS if rule["alert"] == "HeterorlPolicyAgeOverBudget")
+    (rule,) = (rule for rule in ALERTS if rule["alert"] == "HeterorlSupersededNearBound")
     share = float(re.search(r"> on \(run\) group_left ([\d.]+) \*", rule["expr"])[1])
 
-    limit = share * CoordinatorConfig().max_policy_age_s
+    limit = share * CoordinatorConfig().max_superseded_s
     assert limit in metrics.SUPERSEDED_SECONDS._kwargs["buckets"]
 
 

@@ -44,7 +44,7 @@ _AGES = (
     0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1200, 1800, 2400, 2880, 3600, 5760, 7200, 11520, 14400, 21600,
     34560, 43200, 69120, 86400, 172800,
 )  # fmt: skip
-"""With steps at 80 % of 1, 2, 4, 12 and 24 hours: an alert compares ages with that share of `max_policy_age_s`."""
+"""With steps at 80 % of 1, 2, 4, 12 and 24 hours: an alert compares ages with that share of `max_superseded_s`."""
 _VERSIONS = (0, 1, 2, 4, 8, 16, 32, 48, 64, 96, 128, 256)
 _labels: dict[str, tuple[str, ...]] = {}
 

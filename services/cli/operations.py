@@ -9,18 +9,16 @@ import datetime
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from heterorl.cli.check_config import SetOption, load_service
 from heterorl.cli.connection import Link, bytes_bar, console_of, linked
 from heterorl.common.errors import ConfigError, OperatorError, RunFinished, UnknownVersion
-from heterorl.common.types.common import amount
+from heterorl.common.types.common import SiteId, amount
 from heterorl.common.types.policy import version_words
-
-if TYPE_CHECKING:
-    from heterorl.common.types.run import RunStatus
+from heterorl.common.types.run import RunStatus
 
 
 @linked()
@@ -84,7 +82,6 @@ def sites_release(
 
     The site gets work again at its next call.
     """
-    from heterorl.common.types.common import SiteId
 
     request_id = secrets.token_hex(8)
     before = link.ask(lambda run: run.release_site(site=SiteId(site), reason=reason, request_id=request_id))

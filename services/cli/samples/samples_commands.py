@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
-from typer.core import TyperGroup
 
 from heterorl.cli.connection import Link, console_of, linked
 from heterorl.common.errors import ConfigError
@@ -22,17 +21,7 @@ ResultT = TypeVar("ResultT")
 SHOWN = 20
 
 
-class _ListByDefault(TyperGroup):
-    """`heterorl samples HOST` is `heterorl samples list HOST`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert `list` if no command is named."""
-        if not args or (args[0] not in self.commands and args[0] not in ("--help", "-h")):
-            args = ["list", *args]
-        return super().parse_args(ctx, args)
-
-
-samples = typer.Typer(help="Read completions of a run: list, show, export.", cls=_ListByDefault)
+samples = typer.Typer(help="Read completions of a run: list, show, export.", no_args_is_help=True)
 
 Kind = Literal["consumed", "rejected", "dropped", "evaluation"]
 SiteOption = Annotated[str, typer.Option(help="Only this site.")]

@@ -212,8 +212,11 @@ def restore(
     )
     for digest in found.missing:
         typer.echo(f"payload {digest[:12]} is incomplete in the backup and was left out; the run works without it")
+    typer.echo("groups acknowledged after the backup are lost: never start the old coordinator again")
+    if found.head_version < 0:
+        typer.echo("a sampler that saw a version ends; give it a new state_dir")
+        return
     typer.echo(
-        "groups acknowledged after the backup are lost: never start the old coordinator again. A sampler that saw a"
-        f" version above {found.head_version} ends; its operator agrees there, once, with"
+        f"a sampler that saw a version above {found.head_version} ends; its operator agrees there, once, with"
         f" `heterorl accept-rewind {found.run_id}:{found.head_version} --config sampler.toml`"
     )

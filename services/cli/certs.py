@@ -22,6 +22,8 @@ from rich.text import Text
 
 from heterorl.cli.connection import ADDRESS_VARIABLE, console_of
 from heterorl.common.errors import ConfigError
+from heterorl.common.identity.tls import ADDRESS_FILE, TlsConfig, files_in
+from heterorl.common.process import logs
 from heterorl.common.process.address import addresses, check_address
 from heterorl.common.process.config_file import quoted
 
@@ -88,7 +90,6 @@ def issue(
     """
     from heterorl.certs.authority_directory import PUBLIC, REVOKED, Authority, write_file
     from heterorl.common.identity.spiffe import Role
-    from heterorl.common.identity.tls import ADDRESS_FILE
 
     if coordinator:
         check_address("--coordinator", coordinator, is_list=True)
@@ -265,7 +266,6 @@ def serve(
     authority's key stays on this machine; the coordinator needs neither this command nor the key.
     """
     from heterorl.certs.enrolment_server import EnrolmentServer
-    from heterorl.common.process import logs
 
     check_address("--listen", listen, is_listening=True)
     logs.configure(style="console")
@@ -305,7 +305,6 @@ def join(
     from heterorl.certs.authority_directory import PUBLIC, write_file
     from heterorl.certs.enrolment import parse_token
     from heterorl.certs.enrolment_client import join as get
-    from heterorl.common.identity.tls import ADDRESS_FILE, TlsConfig, files_in
     from heterorl.common.rpc.channel import Answer, check_health
 
     check_address("--coordinator", coordinator, is_list=True)

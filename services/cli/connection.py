@@ -18,8 +18,11 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 import typer
 from rich.console import Console
 
+from heterorl.common.errors import Busy, ConfigError, Unreachable
+from heterorl.common.identity.tls import TlsConfig, files_in, noted_address
+from heterorl.common.process.address import addresses, check_address
+
 if TYPE_CHECKING:
-    from heterorl.common.identity.tls import TlsConfig
     from heterorl.common.rpc.calls import Calls
 
 ResultT = TypeVar("ResultT")
@@ -65,9 +68,6 @@ class Link:
 
         Raises ConfigError if one is missing or wrong.
         """
-        from heterorl.common.errors import ConfigError
-        from heterorl.common.identity.tls import TlsConfig, files_in, noted_address
-        from heterorl.common.process.address import check_address
 
         credentials, address = self.credentials, self.address or os.environ.get(ADDRESS_VARIABLE, "")
         if credentials is None and not self.insecure and os.environ.get(CREDENTIALS_VARIABLE):
@@ -91,7 +91,6 @@ class Link:
         """
         address, tls = self.find()
         silence_grpc()
-        from heterorl.common.errors import Busy, Unreachable
         from heterorl.common.rpc.calls import RetryPolicy
         from heterorl.common.rpc.client import CoordinatorClient
         from heterorl.common.rpc.transport_options import MAX_MESSAGE_BYTES
@@ -172,7 +171,6 @@ async def explain_link(address: str, *, tls: TlsConfig) -> tuple[str, str] | Non
 
     gRPC reports names, authorities and expiry only in its own log.
     """
-    from heterorl.common.process.address import addresses
 
     found = await asyncio.gather(*(_explain_one(each, tls=tls) for each in addresses(address)))
     known = [each for each in found if each is not None]

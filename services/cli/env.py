@@ -13,7 +13,7 @@ from heterorl.cli.check_config import SetOption, load_service
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError, PromptRefused
 from heterorl.common.process.config_file import quoted
-from heterorl.common.types.common import strict_json
+from heterorl.common.types.common import Int32Array, strict_json
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from heterorl.common.tasks.environments.environment_task import EnvironmentSpec
     from heterorl.common.tasks.task import Prompt, Task
     from heterorl.common.text.prompter import Prompter
-    from heterorl.common.types.common import Int32Array
 
 env = typer.Typer(help="Try environments before a run uses them.", no_args_is_help=True)
 

@@ -44,6 +44,7 @@ from heterorl.cli.samples.samples_commands import samples
 from heterorl.cli.samples.view_command import view
 from heterorl.common.errors import ConfigError, DependencyMissing, DiskFull, HeterorlError, OperatorError
 from heterorl.common.model.model_directory import check_model_dir
+from heterorl.common.process import logs
 from heterorl.common.process.config_file import explain, read_tables
 from heterorl.common.process.files import NO_ROOM
 
@@ -106,7 +107,6 @@ def _serve(
 ) -> NoReturn:
     # gRPC's core logs links that heterorl reports itself. It reads the variable once, at its import.
     os.environ.setdefault("GRPC_VERBOSITY", "ERROR")
-    from heterorl.common.process import logs
     from heterorl.common.rpc.transport_options import keep_freed_frames
 
     logs.configure(style=log, fields=_who(service))
@@ -166,7 +166,6 @@ def learner(
     end_with_agent(os.environ)
     if rank_env.rank == 0:
         _serve("learner", config, set_, log, rank_env=rank_env)
-    from heterorl.common.process import logs
     from heterorl.learner.rank_process import follow
 
     logs.configure(style=log, fields=_who("learner"))
@@ -389,7 +388,6 @@ def _refusal(error: OSError) -> OperatorError | None:
 
 
 def _end(error: HeterorlError) -> NoReturn:
-    from heterorl.common.process import logs
 
     if logs.is_for_machines():
         logging.getLogger("heterorl").error("error: %s", error)

@@ -12,14 +12,18 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from heterorl.cli.connection import ADDRESS_VARIABLE, console_of
+from heterorl.cli.check_config import load_service
+from heterorl.cli.connection import ADDRESS_VARIABLE, console_of, silence_grpc
+from heterorl.common.errors import ConfigError
+from heterorl.common.model.model_directory import check_model_dir
+from heterorl.common.process import logs
 from heterorl.common.process.config_file import quoted
-from heterorl.common.types.common import amount, strict_json
+from heterorl.common.types.common import Digest, amount, strict_json
+from heterorl.common.types.evaluation import PromptResult
 
 if TYPE_CHECKING:
     from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
     from heterorl.common.tasks.task import Prompt
-    from heterorl.common.types.evaluation import PromptResult
     from heterorl.common.weights.arena import Arena, Layout
     from heterorl.evaluation.evaluate_sets import Row
     from heterorl.evaluation.subject import Subject
@@ -73,10 +77,6 @@ def evaluate(
 
     Example: `heterorl evaluate run.example:50051 --version 0 --version 120 --config sampler.toml`
     """
-    from heterorl.cli.check_config import load_service
-    from heterorl.cli.connection import silence_grpc
-    from heterorl.common.errors import ConfigError
-    from heterorl.common.process import logs
 
     silence_grpc()
     if out is not None and (out.is_dir() or not os.access(out if out.exists() else out.parent, os.W_OK)):
@@ -113,7 +113,6 @@ def evaluate(
 
 
 def _show(rows: list[Row], *, out: Path | None, is_json: bool) -> None:
-    from heterorl.common.errors import ConfigError
     from heterorl.evaluation.evaluate_sets import as_json, tables
 
     # Hours of drawing must be lost neither to a full disk nor to a closed terminal.
@@ -239,7 +238,6 @@ def export(
     Examples: `heterorl export --checkpoint learner/ --model-dir models/start --out trained`,
     `heterorl export --version 41 --config sampler.toml --out trained`
     """
-    from heterorl.common.errors import ConfigError
 
     if (checkpoint is None) == (version is None):
         raise ConfigError("--checkpoint", "give either a checkpoint or a --version of a run")
@@ -274,12 +272,6 @@ def _version_source(
     """Start model and version of the run that a sampler's file names."""
     from tempfile import TemporaryDirectory
 
-    from heterorl.cli.check_config import load_service
-    from heterorl.cli.connection import silence_grpc
-    from heterorl.common.errors import ConfigError
-    from heterorl.common.model.model_directory import check_model_dir
-    from heterorl.common.process import logs
-    from heterorl.common.types.common import Digest
     from heterorl.evaluation.subject import pull_version, stated_contract
     from heterorl.learner.export import VersionSource
 

@@ -9,18 +9,16 @@ import datetime
 import secrets
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from heterorl.cli.check_config import SetOption, load_service
 from heterorl.cli.connection import Link, bytes_bar, console_of, linked
 from heterorl.common.errors import ConfigError, OperatorError, RunFinished, UnknownVersion
-from heterorl.common.types.common import amount
+from heterorl.common.types.common import SiteId, amount
 from heterorl.common.types.policy import version_words
-
-if TYPE_CHECKING:
-    from heterorl.common.types.run import RunStatus
+from heterorl.common.types.run import RunStatus
 
 
 @linked()
@@ -84,7 +82,6 @@ def sites_release(
 
     The site gets work again at its next call.
     """
-    from heterorl.common.types.common import SiteId
 
     request_id = secrets.token_hex(8)
     before = link.ask(lambda run: run.release_site(site=SiteId(site), reason=reason, request_id=request_id))
@@ -215,9 +212,12 @@ def restore(
     )
     for digest in found.missing:
         typer.echo(f"payload {digest[:12]} is incomplete in the backup and was left out; the run works without it")
+    typer.echo("groups acknowledged after the backup are lost: never start the old coordinator again")
+    if found.head_version < 0:
+        typer.echo("a sampler that saw a version ends; give it a new state_dir")
+        return
     typer.echo(
-        "groups acknowledged after the backup are lost: never start the old coordinator again. A sampler that saw a"
-        f" version above {found.head_version} ends; its operator agrees there, once, with"
-        f" `heterorl accept-rewind {found.run_id}:{found.head_version} --config sampler.toml` with"
-        " the service's `--set state_dir=DIR`"
+        f"a sampler that saw a version above {found.head_version} ends; its operator agrees there, once, with"
+        f" `heterorl accept-rewind {found.run_id}:{found.head_version} --config sampler.toml`"
+        " with the service's `--set state_dir=DIR`"
     )

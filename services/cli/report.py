@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from heterorl.cli.connection import ADDRESS_VARIABLE, Link, linked
+from heterorl.common.errors import ConfigError
 
 if TYPE_CHECKING:
     from heterorl.report.past_run import PastRun
@@ -40,7 +41,6 @@ def report(
 
     Example: `heterorl report runs/demo`
     """
-    from heterorl.common.errors import ConfigError
     from heterorl.report.report_page import render
 
     page, pngs = render(_read(run, link))
@@ -58,7 +58,6 @@ def report(
 
 
 def _read(run: str, link: Link) -> PastRun:
-    from heterorl.common.errors import ConfigError
     from heterorl.report.past_run import InUse, ask_run, read_run
 
     journal = None

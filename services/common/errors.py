@@ -67,25 +67,10 @@ class ServiceUnreachable(ConfigError):
     exit_code = 1
 
 
-class PortInUse(OperatorError):
-    """The address to listen on is taken."""
-
-    def __init__(self, key: str, address: str) -> None:
-        self.key = key
-        super().__init__(f"{key}: {address} is already in use", action="stop the other process or choose another port")
-
-
-class AddressUnusable(OperatorError):
+class AddressUnusable(ConfigError):
     """The address to listen on cannot be used, or not yet."""
 
     exit_code = 1
-
-    def __init__(self, key: str, address: str, reason: str) -> None:
-        self.key = key
-        super().__init__(
-            f"{key}: {address}: {reason}",
-            action="wait for the network, or set 127.0.0.1, 0.0.0.0 or an address of `ip address`",
-        )
 
 
 class DiskFull(OperatorError):
@@ -175,7 +160,7 @@ class UnknownPayload(RemoteError):
 class UnknownSample(RemoteError):
     """No sample with that number is kept any more."""
 
-    action = "list the kept samples: heterorl samples; older ones made room"
+    action = "list the kept samples: heterorl samples list; older ones made room"
     is_transient = False
 
 

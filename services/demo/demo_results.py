@@ -49,7 +49,6 @@ def measure(
 ) -> dict[str, Any]:
     """Numbers of a run; None for what was not measured."""
     scored = [row for row in evaluations if row["accuracy"] is not None]
-    sizes = [int(row["bytes"]) for row in versions[1:]]
     return {
         "steps": reports[-1].step if reports else 0,
         "max_steps": regime.max_steps,
@@ -60,15 +59,11 @@ def measure(
         "evaluation_prompts": scored[-1]["num_prompts"] if scored else None,
         "staleness_versions_mean": _mean([report.staleness_mean for report in reports]),
         "staleness_versions_steady": _mean([r.staleness_mean for r in reports if r.step > regime.lag_versions]),
-        "staleness_versions_max": max((report.staleness_max for report in reports), default=None),
-        "policy_age_s_p50": statistics.median(r.policy_age_p50_s for r in reports) if reports else None,
         "versions": len(versions),
         "groups_accepted": None if status is None else status.ledger.acked,
         "groups_trained": sum(report.num_groups for report in reports),
         "digest_mismatches": digest_mismatches(versions, samplers),
         "ledger_balanced": None if status is None else status.ledger.is_balanced,
-        "weight_bytes_full": versions[-1]["full_bytes"] if versions else None,
-        "weight_bytes_sent_median": int(statistics.median(sizes)) if sizes else None,
     }
 
 

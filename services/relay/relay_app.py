@@ -121,7 +121,7 @@ class RelayServer:
 
     async def start(self) -> int:
         """Listen and report SERVING; returns the port.
-        Raises ConfigError: plaintext on a public address; PortInUse: the address is taken."""
+        Raises ConfigError: plaintext on a public address, or the address is taken."""
         port = add_port(self._grpc, self._config.listen, tls=self._config.tls, files=self._files)
         await self._grpc.start()
         self._router.is_serving = True

@@ -20,13 +20,13 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from heterorl.common.api import OperatorApi, every_evaluation, every_step
-from heterorl.common.errors import OperatorError, RemoteError, Unreachable
+from heterorl.common.errors import OperatorError, RemoteError
 from heterorl.common.evaluation.summary import UNDER_WAY
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.evaluation import Evaluation, EvaluationState
 from heterorl.common.types.run import RunStatus
-from heterorl.track.tracker import Mark, Tracker, mark_of, read_table
+from heterorl.track.tracker import Mark, Tracker, TrackerFailed, mark_of, read_table
 
 
 class StepFeed:
@@ -97,7 +97,7 @@ LINGER_S = 600.0
 """Longest wait for evaluations in progress after the run has ended."""
 
 Open = Callable[[RunStatus], Tracker]
-"""Opens the run in a tracker. Raises Unreachable: it does not answer."""
+"""Opens the run in a tracker. Raises TrackerFailed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,7 +113,7 @@ class Pace:
 async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clock: Clock) -> None:
     """Write a run into trackers until it ends, or once.
 
-    Raises OperatorError: a tracker's run has another history than the coordinator's; Unreachable: a tracker does not
+    Raises OperatorError: a tracker's run has another history than the coordinator's; TrackerFailed: a tracker does not
     answer when it is first opened, so that a wrong key is reported. Later failures are retried, unless `is_once`.
     """
     slots = [_Slot(name, open_, api, pace) for name, open_ in opens.items()]
@@ -146,22 +146,12 @@ async def follow(api: OperatorApi, opens: Mapping[str, Open], *, pace: Pace, clo
             await slot.close()
 
 
-class _First(Unreachable):
-    """No answer at a tracker's first opening, which the user can repair."""
-
-    is_transient = False
-
-
-class _TrackerFailed(Exception):
-    """A tracker, not the coordinator, does not answer."""
-
-
 class _Slot:
     def __init__(self, name: str, open_: Open, api: OperatorApi, pace: Pace) -> None:
         self.name = name
         self.is_waiting = False
         self._open, self._api, self._pace = open_, api, pace
-        self._was_open = False
+        self.was_open = False
         self._tracker: Tracker | None = None
         self._busy = threading.Lock()
         """Held by each call of the tracker, which goes on in its thread when the command is ended."""
@@ -216,20 +206,12 @@ class _Slot:
             with self._busy:
                 call(value)
 
-        try:
-            await asyncio.to_thread(called)
-        except Unreachable as error:
-            raise _TrackerFailed(str(error)) from error
+        await asyncio.to_thread(called)
 
     async def _begin(self, status: RunStatus) -> tuple[Tracker, tuple[StepFeed, EvaluationFeed]]:
         # Packages of trackers block, and their imports take seconds.
-        try:
-            tracker = await asyncio.to_thread(self._opened, status)
-        except Unreachable as error:
-            if not self._was_open:
-                raise _First(Exception.__str__(error), action=error.action) from error
-            raise _TrackerFailed(str(error)) from error
-        self._was_open = True
+        tracker = await asyncio.to_thread(self._opened, status)
+        self.was_open = True
         had = tracker.had
         self._table = had.table
         return tracker, (StepFeed(self._api, after=had.steps), EvaluationFeed(self._api, after=had.evaluations))
@@ -247,9 +229,9 @@ class _Slot:
 async def _write(slot: _Slot, status: RunStatus, *, is_once: bool) -> bool:
     try:
         await slot.write(status)
-    except _TrackerFailed as error:
-        if is_once:
-            raise error.__cause__ or error from None
+    except TrackerFailed as error:
+        if is_once or not slot.was_open:
+            raise
         _LOG.warning("%s failed and is opened again: %s", slot.name, error)
         # The next open reads what the tracker took.
         await slot.close()

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from heterorl.common.api import SamplesApi
-from heterorl.common.errors import ConfigError, DependencyMissing, OperatorError, UnknownSample, Unreachable
+from heterorl.common.errors import ConfigError, DependencyMissing, OperatorError, UnknownSample
 from heterorl.common.types.common import StepReport, peer_words
 from heterorl.common.types.evaluation import Estimate, Evaluation, EvaluationState
 from heterorl.common.types.run import RunStatus
@@ -208,9 +208,13 @@ class Place:
     facts: Mapping[str, str]
 
 
+class TrackerFailed(OperatorError):
+    """A tracker does not answer, or its files cannot be written."""
+
+
 class Tracker(Protocol):
     """One run in one tracker; all calls block.
-    After Unreachable the tracker is opened again."""
+    After TrackerFailed the tracker is opened again."""
 
     had: Had
     """The newest rows at its opening."""
@@ -235,11 +239,11 @@ def mark_of(report: StepReport) -> Mark:
 
 @contextlib.contextmanager
 def reaching(name: str, *failures: type[Exception], action: str) -> Iterator[None]:
-    """Turn failures of a tracker's package into Unreachable; usable as a decorator."""
+    """Turn failures of a tracker's package into TrackerFailed; usable as a decorator."""
     try:
         yield
     except failures as error:
-        raise Unreachable(f"{name}: {error}", action=f"{action}; heterorl tries again") from error
+        raise TrackerFailed(f"{name}: {error}", action=f"{action}; heterorl tries again") from error
 
 
 _RUN_ID = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -250,8 +254,7 @@ CLASSES = {"wandb": "WandB", "mlflow": "Mlflow", "tensorboard": "TensorBoard", "
 def open_tracker(kind: str, status: RunStatus, *, project: str, run: str, directory: Path) -> Tracker:
     """Open or create a run in a tracker, and import its package.
     An empty `run` is the run's own id. Raises ConfigError: the directory cannot be made, or that id is no name;
-    DependencyMissing; OperatorError: the run has rows that heterorl does not write; Unreachable: the tracker does not
-    answer, or its files cannot be written."""
+    DependencyMissing; OperatorError: the run has rows that heterorl does not write; TrackerFailed."""
     name = run or status.run_id
     if not run and (not _RUN_ID.fullmatch(name) or set(name) == {"."}):
         # It is a coordinator's word, and becomes a directory.

@@ -231,7 +231,7 @@ def redirect_file(url: str) -> Iterator[Path]:
 @contextlib.contextmanager
 def served(make_source: Callable[[SampleIndex], Source], *, port: int = 0) -> Iterator[ViewServer]:
     """Serve a source's samples until the context ends, then delete the index.
-    Raises PortInUse, or a source's error."""
+    Raises ConfigError for a taken port, or a source's error."""
     with tempfile.TemporaryDirectory(prefix="heterorl-view-") as directory, contextlib.ExitStack() as stack:
         index = SampleIndex(Path(directory), limit_bytes=LIMIT_BYTES)
         stack.callback(index.close)

@@ -9,6 +9,7 @@ import base64
 import contextlib
 import dataclasses
 import json
+import math
 import sqlite3
 import threading
 from collections.abc import Iterator, Sequence
@@ -115,6 +116,9 @@ class SampleIndex:
     def __init__(self, directory: Path, *, limit_bytes: int) -> None:
         self._path = directory / "samples.sqlite"
         self._limit_bytes, self._num_bytes, self._num_forgotten = limit_bytes, 0, 0
+        # They only grow: a filter without hits does no harm.
+        self._sites: set[str] = set()
+        self._rewards = (math.inf, -math.inf)
         self._writing = threading.Lock()
         self._readers: list[sqlite3.Connection] = []
         self._writer = self._connect()
@@ -227,16 +231,18 @@ class SampleIndex:
 
     def held(self) -> IndexState:
         with self._reading() as connection:
-            count, num_read, newest, low, high = connection.execute(
-                "SELECT count(*), total(is_read), max(id), min(reward_min), max(reward_max) FROM samples"
+            # As one SELECT from the table they would read each row.
+            count, num_unread, newest = connection.execute(
+                "SELECT (SELECT count(*) FROM samples), (SELECT count(*) FROM samples WHERE is_read = 0),"
+                " (SELECT max(id) FROM samples)"
             ).fetchone()
-            sites = connection.execute("SELECT DISTINCT site FROM samples WHERE site != '' ORDER BY site").fetchall()
+        low, high = self._rewards
         return IndexState(
             num_samples=count,
-            num_read=int(num_read),
+            num_read=count - num_unread,
             newest=newest or 0,
-            sites=tuple(row[0] for row in sites),
-            rewards=(0.0, 0.0) if low is None else (low, high),
+            sites=tuple(sorted(self._sites)),
+            rewards=(low, high) if low <= high else (0.0, 0.0),
             num_forgotten=self._num_forgotten,
         )
 
@@ -271,6 +277,10 @@ class SampleIndex:
         )  # fmt: skip
         connection.execute(f"INSERT OR REPLACE INTO samples VALUES ({', '.join('?' * len(row))})", row)
         connection.execute("INSERT OR REPLACE INTO lines VALUES (?, ?)", (summary.id, _packed(summary)))
+        self._sites |= {str(summary.site)} - {""}
+        if summary.reward_min is not None and summary.reward_max is not None:
+            low, high = self._rewards
+            self._rewards = (min(low, summary.reward_min), max(high, summary.reward_max))
 
     def _drop(self, connection: sqlite3.Connection, sample_id: int) -> None:
         self._drop_texts(connection, sample_id)

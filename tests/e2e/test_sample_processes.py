@@ -18,7 +18,7 @@ ALL = SampleFilter()
 
 
 def objects(cluster, *options):
-    result = CliRunner().invoke(app, ["samples", cluster.address, "--insecure", "--json", *options])
+    result = CliRunner().invoke(app, ["samples", "list", cluster.address, "--insecure", "--json", *options])
     assert result.exit_code == 0, result.output
     return [json.loads(line) for line in result.output.splitlines()]
 

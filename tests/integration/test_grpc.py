@@ -12,7 +12,7 @@ import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from heterorl.common import errors
-from heterorl.common.errors import PortInUse
+from heterorl.common.errors import ConfigError
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.calls import RetryPolicy
@@ -603,5 +603,5 @@ async def test_health_says_serving_and_a_taken_port_is_a_typed_error(served):
         answer = await health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert answer.status == health_pb2.HealthCheckResponse.SERVING
     config = CoordinatorConfig(max_message_bytes=2 << 20, max_concurrent_rpcs=8, run_id="run", tls=PLAINTEXT)
-    with pytest.raises(PortInUse, match="listen"):
+    with pytest.raises(ConfigError, match="listen: .* already in use"):
         await Server(config).start(f"127.0.0.1:{served.port}")

@@ -148,7 +148,7 @@ async def test_notes_are_bounded_before_they_are_parsed(secure):
 
 
 async def test_command_prints_one_object_a_completion(secure):
-    lines = (await invoke(secure, "samples", "--json")).splitlines()
+    lines = (await invoke(secure, "samples", "list", "--json")).splitlines()
     objects = [json.loads(line) for line in lines]
 
     assert [(each["kept_because"], each["index"]) for each in objects] == [
@@ -188,7 +188,7 @@ async def test_command_prints_one_object_a_completion(secure):
     ],
 )
 async def test_command_filters(secure, options, expected):
-    lines = (await invoke(secure, "samples", "--json", *options)).splitlines()
+    lines = (await invoke(secure, "samples", "list", "--json", *options)).splitlines()
 
     found = [json.loads(line)["kept_because"] for line in lines]
     assert found == [why for why in expected for _ in range(2)]
@@ -202,7 +202,7 @@ async def test_option_of_json_is_refused_without_it(secure, options):
 
 
 async def test_nothing_that_a_model_wrote_steers_the_terminal(secure):
-    listed = await invoke(secure, "samples")
+    listed = await invoke(secure, "samples", "list")
     shown = await invoke(secure, "samples", "show", "2")
 
     for text in (listed, shown):
@@ -225,7 +225,9 @@ async def test_export_holds_what_the_list_says(secure, suffix):
     assert "6 completions" in said
     assert stat.S_IMODE(out.stat().st_mode) == 0o600
 
-    objects = [json.loads(line) for line in (await invoke(secure, "samples", "--json", "--tokens")).splitlines()]
+    objects = [
+        json.loads(line) for line in (await invoke(secure, "samples", "list", "--json", "--tokens")).splitlines()
+    ]
     objects = [each for number in (2, 1, 0) for each in objects[2 * number : 2 * number + 2]]
     if suffix == ".jsonl":
         assert [json.loads(line) for line in out.read_text().splitlines()] == objects
@@ -244,7 +246,7 @@ async def test_sample_above_the_default_limit_of_a_message_is_read(tmp_path):
         large = dataclasses.replace(EVALUATION, prompt="x" * (17 << 20))
         await secure.core.note_samples(epoch=secure.run.epoch, notes=[], evaluations=[large])
 
-        first, _ = (await invoke(secure, "samples", "--json")).splitlines()
+        first, _ = (await invoke(secure, "samples", "list", "--json")).splitlines()
 
     assert json.loads(first)["prompt"] == large.prompt
 

@@ -19,7 +19,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 from tensorboard.util.tensor_util import make_ndarray
 from trackio.sqlite_storage import SQLiteStorage
 
-from heterorl.common.errors import ConfigError, Unreachable
+from heterorl.common.errors import ConfigError
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
@@ -31,7 +31,7 @@ from heterorl.track.to_mlflow import Mlflow, _name
 from heterorl.track.to_tensorboard import TensorBoard
 from heterorl.track.to_trackio import Trackio
 from heterorl.track.to_wandb import WandB, read_back, rows_in, rows_of_run
-from heterorl.track.tracker import Had, Mark, Place, TextTable, evaluation_row, row_of
+from heterorl.track.tracker import Had, Mark, Place, TextTable, TrackerFailed, evaluation_row, row_of
 from tests.support.evaluations import evaluation
 from tests.support.ports import free_port, serves
 from tests.support.run import INCARNATION, REPORT, SITE, Run
@@ -380,7 +380,7 @@ def test_wandb_is_opened_again_after_its_service_was_killed(tmp_path, monkeypatc
     service.kill()
     service.wait()
 
-    with contextlib.suppress(Unreachable):
+    with contextlib.suppress(TrackerFailed):
         tracker.write([report(1)])
     tracker.close()
     again = WandB(place(tmp_path))
@@ -394,7 +394,7 @@ def test_trackio_says_what_it_cannot_write(tmp_path):
     tracker = Trackio(dataclasses.replace(place(tmp_path), project="unwritable"))
     SQLiteStorage.get_project_db_path("unwritable").mkdir()
 
-    with pytest.raises(Unreachable, match="trackio"):
+    with pytest.raises(TrackerFailed, match="trackio"):
         tracker.write([report(1)])
     tracker.close()
 
@@ -417,7 +417,7 @@ def test_tensorboard_goes_on_before_a_record_that_was_torn(tmp_path):
 def test_tensorboard_says_what_it_cannot_write(tmp_path):
     (tmp_path / "tensorboard").write_text("a file")
 
-    with pytest.raises(Unreachable, match="tensorboard"):
+    with pytest.raises(TrackerFailed, match="tensorboard"):
         TensorBoard(place(tmp_path))
 
 

@@ -12,6 +12,9 @@ from typing import Annotated
 import typer
 
 from heterorl.cli.connection import Link, linked, silence_grpc
+from heterorl.common.errors import ConfigError
+from heterorl.common.process import logs
+from heterorl.common.process.clock import SystemClock
 
 
 class Name(enum.Enum):
@@ -59,9 +62,6 @@ def track(
     SIGTERM; rows that were read are written first.
     """
     silence_grpc()
-    from heterorl.common.errors import ConfigError
-    from heterorl.common.process import logs
-    from heterorl.common.process.clock import SystemClock
     from heterorl.common.rpc.calls import RetryPolicy
     from heterorl.common.rpc.client import CoordinatorClient
     from heterorl.track.follow import Open, Pace, follow

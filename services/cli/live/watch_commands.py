@@ -16,16 +16,18 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from heterorl.cli.connection import Link, NodeCredentialsOption, console_of, explain_link, linked, silence_grpc
-from heterorl.common.types.common import strict_json
+from heterorl.common.api import OperatorApi, every_step
+from heterorl.common.errors import ConfigError, HeterorlError, PermissionDenied
+from heterorl.common.process.address import addresses
+from heterorl.common.process.clock import SystemClock
+from heterorl.common.types.common import StepReport, strict_json
+from heterorl.common.types.evaluation import Evaluation
+from heterorl.common.types.run import RunStatus
 
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from heterorl.common.api import OperatorApi
     from heterorl.common.rpc.client import CoordinatorClient
-    from heterorl.common.types.common import StepReport
-    from heterorl.common.types.evaluation import Evaluation
-    from heterorl.common.types.run import RunStatus
 
 STEPS = 200
 """Newest steps that are read."""
@@ -63,7 +65,6 @@ async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ..
 
 
 async def _newest_steps(api: OperatorApi, status: RunStatus) -> tuple[StepReport, ...]:
-    from heterorl.common.api import every_step
 
     if status.last_report is None:
         return ()
@@ -82,7 +83,6 @@ def health(
     Exit code 0: it serves. 1: it does not, is stopping, or cannot be reached. 2: an option is wrong.
     """
     silence_grpc()
-    from heterorl.common.process.address import addresses
     from heterorl.common.rpc.channel import Answer, check_health
 
     address, tls = link.find()
@@ -131,7 +131,6 @@ async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -
     Raises PermissionDenied without an operator's certificate, ConfigError for certificates that cannot be used.
     """
     from heterorl.cli.live.run_tables import read_evaluations
-    from heterorl.common.errors import ConfigError, HeterorlError, PermissionDenied
 
     try:
         async with asyncio.timeout(CALL_S):
@@ -222,7 +221,6 @@ def top(
     from rich.live import Live
 
     silence_grpc()
-    from heterorl.common.process.clock import SystemClock
     from heterorl.common.rpc.calls import RetryPolicy
     from heterorl.common.rpc.client import CoordinatorClient
 

@@ -8,30 +8,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 import typer
-from typer.core import TyperGroup
 
 from heterorl.cli.connection import Link, console_of, linked
+from heterorl.common.errors import ConfigError
 from heterorl.common.types.common import amount
+from heterorl.common.types.sample import REASONS, SampleFilter, SampleKind, SamplePage, rollout_json
 
 if TYPE_CHECKING:
     from heterorl.common.rpc.client import CoordinatorClient
-    from heterorl.common.types.sample import SampleFilter
 
 ResultT = TypeVar("ResultT")
 SHOWN = 20
 
 
-class _ListByDefault(TyperGroup):
-    """`heterorl samples HOST` is `heterorl samples list HOST`."""
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Insert `list` if no command is named."""
-        if not args or (args[0] not in self.commands and args[0] not in ("--help", "-h")):
-            args = ["list", *args]
-        return super().parse_args(ctx, args)
-
-
-samples = typer.Typer(help="Read completions of a run: list, show, export.", cls=_ListByDefault)
+samples = typer.Typer(help="Read completions of a run: list, show, export.", no_args_is_help=True)
 
 Kind = Literal["consumed", "rejected", "dropped", "evaluation"]
 SiteOption = Annotated[str, typer.Option(help="Only this site.")]
@@ -86,7 +76,6 @@ def list_(
     """
     from heterorl.cli.samples.sample_reader import decoder, read_samples, read_summaries
     from heterorl.cli.samples.sample_table import foot, samples_table
-    from heterorl.common.types.sample import SampleFilter, SamplePage, rollout_json
 
     _check_json(json_, {"--tokens": tokens, "--tokenizer": tokenizer})
     wanted = _filter(site, kind, why, version, min_reward, max_reward, truncated)
@@ -128,8 +117,6 @@ def show(
     """
     from heterorl.cli.samples.sample_reader import decoder
     from heterorl.cli.samples.sample_table import sample_page
-    from heterorl.common.errors import ConfigError
-    from heterorl.common.types.sample import rollout_json
 
     _check_json(json_, {"--tokens": tokens})
     decode = decoder(tokenizer)
@@ -165,7 +152,6 @@ def export(
     Example: `heterorl samples export run.parquet run.example:50051 --min-reward 1`
     """
     from heterorl.cli.samples.sample_reader import check_target, decoder, exporting, read_samples
-    from heterorl.common.types.sample import SamplePage
 
     check_target(out)
     wanted = _filter(site, kind, why, version, min_reward, max_reward, truncated)
@@ -183,7 +169,6 @@ def export(
 
 
 def _check_json(json_: bool, given: dict[str, Any]) -> None:
-    from heterorl.common.errors import ConfigError
 
     for option, value in given.items():
         if value and not json_:
@@ -199,8 +184,6 @@ def _filter(
     max_reward: float | None,
     truncated: bool | None,
 ) -> SampleFilter:
-    from heterorl.common.errors import ConfigError
-    from heterorl.common.types.sample import REASONS, SampleFilter, SampleKind
 
     if why and why not in REASONS:
         raise ConfigError("--why", f"{why!r} is not a reason", action=f"one of {', '.join(REASONS)}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from heterorl.cli.connection import ADDRESS_VARIABLE, Link, linked
+from heterorl.common.process.clock import SystemClock
 
 if TYPE_CHECKING:
     from heterorl.view.sample_index import SampleIndex, Source
@@ -60,7 +61,6 @@ def _coordinator(link: Link) -> Callable[[SampleIndex], Source]:
     address, tls = link.find()
     # Reports a wrong certificate or address as every other command does.
     link.ask(lambda api: api.get_status())
-    from heterorl.common.process.clock import SystemClock
     from heterorl.common.rpc.calls import RetryPolicy
     from heterorl.common.rpc.client import CoordinatorClient
     from heterorl.common.rpc.transport_options import MAX_MESSAGE_BYTES

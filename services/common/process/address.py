@@ -12,7 +12,7 @@ from urllib.parse import SplitResult, unquote, urlsplit
 
 from pydantic import AfterValidator, BeforeValidator
 
-from heterorl.common.errors import AddressUnusable, ConfigError, OperatorError, PortInUse
+from heterorl.common.errors import AddressUnusable, ConfigError
 
 _SECRET = re.compile(r"(pass(word|wd|phrase)?|secret|(client|server)_key)\s*=", re.IGNORECASE)
 MAX_PORT = 65535
@@ -44,13 +44,14 @@ def _check(address: str, *, least: int) -> str:
     return address
 
 
-def listen_error(key: str, address: str, error: OSError) -> OperatorError:
+def listen_error(key: str, address: str, error: OSError) -> ConfigError:
     """The error for host:port at which a server could not listen."""
     if error.errno == errno.EADDRINUSE:
-        return PortInUse(key, address)
+        return ConfigError(key, f"{address} is already in use", action="stop the other process or choose another port")
     if error.errno == errno.EACCES:
         return ConfigError(key, f"{address} needs root", action="choose a port from 1024 on")
-    return AddressUnusable(key, address, error.strerror or str(error))
+    action = "wait for the network, or set 127.0.0.1, 0.0.0.0 or an address of `ip address`"
+    return AddressUnusable(key, f"{address}: {error.strerror or error}", action=action)
 
 
 def addresses(text: str) -> tuple[str, ...]:

@@ -17,15 +17,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from heterorl.common.errors import (
-    Draining,
-    LeaseHeld,
-    QuotaExceeded,
-    RemoteError,
-    StoreFull,
-    Unauthenticated,
-    Unreachable,
-)
+from heterorl.common.errors import RemoteError, Unauthenticated, Unreachable
 from heterorl.common.process.clock import Clock
 from heterorl.common.types.common import MAX_ASKED_S, peer_seconds
 
@@ -33,15 +25,6 @@ _LOG = logging.getLogger(__name__)
 ResultT = TypeVar("ResultT")
 REMIND_S = 600.0
 """Between two log lines about one wait."""
-_SILENT = "the coordinator does not answer, retrying"
-_WAITS: tuple[tuple[type[Exception], str], ...] = (
-    (LeaseHeld, "the learner waits for the lease"),
-    (StoreFull, "the coordinator cannot write, retrying"),
-    (QuotaExceeded, "the coordinator is busy, retrying"),
-    (Draining, "the coordinator takes no calls now, retrying"),
-    (Unreachable, _SILENT),
-    (RemoteError, "the coordinator asks for a later call, retrying"),
-)
 
 
 def is_transient(error: Exception) -> bool:
@@ -70,7 +53,7 @@ class Backoff:
     budget_s: float = math.inf
     num_failures: int = 0
     failed_at: float = 0.0
-    said: str = ""
+    said: type[Exception] | None = None
     said_at: float = 0.0
 
     def delay_s(self, *, asked_s: float = 0.0) -> float:
@@ -89,17 +72,19 @@ class Backoff:
 
     def reset(self) -> None:
         self.num_failures = 0
-        self.said = ""
+        self.said = None
 
-    async def wait(self, error: Exception | None = None, *, what: str = "") -> None:
+    async def wait(self, error: Exception | None = None) -> None:
         """Sleep before the next attempt, or raise a permanent failure.
 
-        Logs what it waits for when that changes, and every REMIND_S. Without `what` the kind of the error chooses the
-        words.
+        Logs the error when its kind changes, and every REMIND_S.
         """
         delay_s = self.delay_s() if error is None else self.next_delay(error)
         if error is not None:
-            self._say(error, what)
+            now = self.clock.monotonic()
+            if type(error) is not self.said or now - self.said_at >= REMIND_S:
+                _LOG.warning("the coordinator is asked again: %s", str(error) or "it does not answer")
+                self.said, self.said_at = type(error), now
         await self.clock.sleep(delay_s)
 
     async def retry(self, call: Callable[[], Awaitable[ResultT]], *, resets: bool = True) -> ResultT:
@@ -116,10 +101,3 @@ class Backoff:
                 if resets:
                     self.reset()
                 return result
-
-    def _say(self, error: Exception, what: str) -> None:
-        what = what or next((words for kind, words in _WAITS if isinstance(error, kind)), _SILENT)
-        now = self.clock.monotonic()
-        if what != self.said or now - self.said_at >= REMIND_S:
-            _LOG.warning("%s: %s", what, str(error) or type(error).__name__)
-            self.said, self.said_at = what, now

@@ -307,7 +307,9 @@ def read_tables(path: Path | None, overrides: Sequence[str]) -> tuple[dict[str, 
         except OSError as error:
             action = "check the path, and that this user can read the file"
             raise ConfigError("--config", f"cannot read {path}: {error.strerror}", action=action) from error
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise ConfigError("--config", f"{path} is not UTF-8: {error}", action="save it as UTF-8") from error
+        except tomllib.TOMLDecodeError as error:
             action = "correct this line; text needs quotes, and a [table] comes after the keys above it"
             raise ConfigError("--config", f"{path} is not TOML: {error}", action=action) from error
         sources.update({key: str(path) for key in flatten(table)})

@@ -26,7 +26,6 @@ from wsgiref.simple_server import WSGIRequestHandler, WSGIServer
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metric, ProcessCollector, start_http_server
 from prometheus_client.registry import Collector
 
-from heterorl.common.errors import PortInUse
 from heterorl.common.process.address import listen_error
 
 if TYPE_CHECKING:
@@ -370,23 +369,25 @@ def serve(
     with the names of the process; None shows all.
 
     Raises:
-        PortInUse: the port is taken.
+        ConfigError: the port is taken.
         AddressUnusable: the address is not one of this machine's.
     """
     own = registry_of(service, shown)
     # Steps of 10 avoid the defaults of other services.
-    last = port + 10 * MAX_MOVES if may_move else port
-    for candidate in range(port, last + 1, 10):
+    candidate, last = port, port + 10 * MAX_MOVES if may_move else port
+    while True:
         try:
             server, _ = start_http_server(candidate, addr=address, registry=own)
+            break
         except OSError as error:
             if error.errno != errno.EADDRINUSE:
                 raise listen_error("metrics_host", address, error) from error
-        else:
-            server.RequestHandlerClass = _Handler
-            _add_pages(server, pages)
-            return int(server.server_port)
-    raise PortInUse("metrics_port", f"{address}:{port}")
+            if candidate == last:
+                raise listen_error("metrics_port", f"{address}:{port}", error) from error
+        candidate += 10
+    server.RequestHandlerClass = _Handler
+    _add_pages(server, pages)
+    return int(server.server_port)
 
 
 def serve_by(config: Any, *, service: Service, **more: Any) -> int:

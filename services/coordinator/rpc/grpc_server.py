@@ -87,7 +87,7 @@ class Server:
 
     async def start(self, address: str) -> int:
         """Listen and report SERVING; returns the port.
-        Raises ConfigError: plaintext on a public address; PortInUse: the address is taken."""
+        Raises ConfigError: plaintext on a public address, or the address is taken."""
         port = add_port(self.grpc, address, tls=self._tls, files=self._files)
         await self.grpc.start()
         self._health.is_serving = True

@@ -147,9 +147,8 @@ async def upload(api: LearnerApi, payload: PayloadRef, path: Path, *, epoch: int
             return
         if durable <= before and is_answered:
             # An answered upload without progress must not repeat without a wait.
-            kept = f"{durable} of {payload.num_bytes} bytes of {payload.digest[:12]}"
-            problem = RemoteError(kept, action="look at the coordinator's log")
-            await backoff.wait(problem, what="the coordinator keeps no more of a payload, retrying")
+            kept = f"it keeps only {durable} of {payload.num_bytes} bytes of payload {payload.digest[:12]}"
+            await backoff.wait(RemoteError(kept, action="look at the coordinator's log"))
         before, is_answered = max(before, durable), True
         try:
             # Also when the call ends early: the generator holds an open file.

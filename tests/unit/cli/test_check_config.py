@@ -370,6 +370,14 @@ def test_a_file_of_another_editor_or_from_a_pipe_is_read(tmp_path):
     os.close(reading)
 
 
+def test_a_file_of_another_encoding_is_named(tmp_path):
+    path = tmp_path / "learner.toml"
+    path.write_bytes("# f\u00fcr\n".encode("latin-1"))
+
+    with pytest.raises(ConfigError, match=r"learner\.toml is not UTF-8: .* \(save it as UTF-8\)"):
+        load(LearnerConfig, path)
+
+
 def test_draws_of_a_site_that_no_run_takes_are_said(tmp_path):
     path = tmp_path / "sampler.toml"
     path.write_text(

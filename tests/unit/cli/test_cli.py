@@ -35,6 +35,8 @@ from heterorl.common.types.evaluation import Estimate
 from heterorl.common.types.rollout import DropReason
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus, VariantStatus, fold_incarnations
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
+from heterorl.coordinator.core import Coordinator
+from tests.support.clock import ManualClock
 from tests.support.evaluations import evaluation
 from tests.support.run import REPORT
 
@@ -627,3 +629,14 @@ def test_link_is_found_in_the_environment_and_in_what_join_noted(monkeypatch, tm
     (tmp_path / "coordinator").write_text("no address")
     with pytest.raises(ConfigError, match="is not host:port"):
         Link().find()
+
+
+async def test_a_restored_run_without_a_version_names_no_version_to_agree_to(tmp_path):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "old"), ManualClock())
+    await core.close()
+
+    said = invoke("restore", str(tmp_path / "old"), "--set", f"data_dir={tmp_path / 'new'}").output
+
+    assert "no version yet" in said
+    assert "give it a new state_dir" in said
+    assert "accept-rewind" not in said

@@ -11,7 +11,7 @@ from heterorl.common.types.evaluation import EvaluationState
 from heterorl.common.types.run import RunStatus
 from heterorl.common.types.sample import SampleList
 from heterorl.track.follow import LINGER_S, Pace, follow
-from heterorl.track.tracker import Had, mark_of
+from heterorl.track.tracker import Had, TrackerFailed, mark_of
 from tests.support.evaluations import evaluation
 from tests.support.limits import WAIT_S
 from tests.support.run import REPORT
@@ -80,7 +80,7 @@ class Kept:
         for entry in reports:
             if len(self.reports) == self.fails_after:
                 self.fails_after = 99
-                raise Unreachable("gone")
+                raise TrackerFailed("gone")
             self.reports.append(entry)
 
     def close(self):
@@ -115,9 +115,9 @@ async def test_a_tracker_that_fails_gets_the_rest_and_holds_up_no_other():
 async def test_a_tracker_that_never_answered_is_said_at_once():
     class Refusing(Kept):
         def open(self, status):
-            raise Unreachable("no key", action="log in")
+            raise TrackerFailed("no key", action="log in")
 
-    with pytest.raises(Unreachable, match="no key .log in."):
+    with pytest.raises(TrackerFailed, match="no key .log in."):
         await run(Api(STATUS), Refusing())
 
 
@@ -161,7 +161,7 @@ async def test_once_ends_and_says_what_does_not_answer():
 
     with pytest.raises(Unreachable):
         await run(Api(Unreachable("away")), kept, is_once=True)
-    with pytest.raises(Unreachable):
+    with pytest.raises(TrackerFailed):
         await run(Api(STATUS), Kept(fails_after=0), is_once=True)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from heterorl.common.errors import PortInUse
+from heterorl.common.errors import ConfigError
 from heterorl.view import pages
 from heterorl.view.pages import redirect_file
 from heterorl.view.view_server import HEADERS, Answer, ViewServer, has_key, is_own_host, take_key
@@ -118,7 +118,7 @@ def test_a_fault_of_ours_ends_one_request(server, caplog):
 
 
 def test_a_port_that_is_taken_is_named():
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(PortInUse, match="--port"):
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(ConfigError, match="--port: .* already in use"):
         ViewServer(lambda path, query: Answer(body=b""), port=taken.getsockname()[1], key=KEY)
 
 

@@ -10,7 +10,7 @@ import urllib.request
 
 import pytest
 
-from heterorl.common.errors import AddressUnusable, PortInUse
+from heterorl.common.errors import AddressUnusable, ConfigError
 from heterorl.common.process import logs, metrics
 from heterorl.common.process.pushed_metrics import series_of
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
@@ -48,7 +48,7 @@ def test_metrics_are_served_and_a_taken_port_names_its_key():
     assert "process_resident_memory_bytes" in page
     assert "heterorl_learner_" not in page
     assert "heterorl_sampler_" not in page
-    with pytest.raises(PortInUse, match="metrics_port"):
+    with pytest.raises(ConfigError, match="metrics_port: .* already in use"):
         metrics.serve(port, service="coordinator")
     # An address for documents, which no machine has.
     with pytest.raises(AddressUnusable, match="metrics_host: 192.0.2.1") as missing:

@@ -340,7 +340,7 @@ async def test_waits_for_a_full_coordinator_grow_and_are_said_once(coordinator, 
 
     assert clock.waits == [1.0, 2.0, 4.0, 8.0, *[15.0] * 16]
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("the coordinator cannot write, retrying: full")
+    assert said.startswith("the coordinator is asked again: full")
     assert world.publisher.backoff.num_failures == 0
 
 
@@ -368,7 +368,7 @@ async def test_upload_that_is_answered_and_not_kept_is_repeated_after_longer_wai
 
     assert clock.waits == [1.0, 2.0, 4.0, 8.0, 15.0]
     (said,) = [record.message for record in caplog.records if record.levelname == "WARNING"]
-    assert said.startswith("the coordinator keeps no more of a payload, retrying: 0 of ")
+    assert said.startswith("the coordinator is asked again: it keeps only 0 of ")
     assert said.endswith("(look at the coordinator's log)")
 
 

@@ -19,7 +19,6 @@ from heterorl.common.errors import (
     RemoteError,
     StaleEpoch,
     StoreFull,
-    Unauthenticated,
     Unreachable,
 )
 from heterorl.common.process.backoff import REMIND_S, Backoff, is_transient
@@ -137,24 +136,16 @@ def test_only_what_waiting_can_change_is_repeated(error, expected):
 @pytest.mark.parametrize(
     ("error", "said"),
     [
-        (Unreachable("no answer in 30 s"), "the coordinator does not answer"),
-        (TimeoutError(), "the coordinator does not answer, retrying: TimeoutError"),
-        (StoreFull("the coordinator's disk is full", retry_after_s=5.0), "the coordinator cannot write"),
-        (Draining("the coordinator is stopping"), "the coordinator takes no calls now"),
-        (
-            LeaseHeld("other holds the lease for 9.9 s", retry_after_s=9.9),
-            "the learner waits for the lease: other holds",
-        ),
-        (QuotaExceeded("too many calls", retry_after_s=1.0), "the coordinator is busy"),
-        (Unauthenticated("no certificate", retry_after_s=1.0), "the coordinator asks for a later call"),
+        (Unreachable("no answer in 30 s"), "no answer in 30 s (check the address"),
+        (TimeoutError(), "it does not answer"),
+        (LeaseHeld("other holds the lease for 9.9 s", retry_after_s=9.9), "other holds the lease for 9.9 s (wait for"),
     ],
 )
-async def test_wait_is_called_what_it_is(caplog, error, said):
+async def test_a_wait_is_said_with_its_error(caplog, error, said):
     await backoff().wait(error)
 
     (record,) = caplog.records
-    assert record.getMessage().startswith(said)
-    assert ("does not answer" in record.getMessage()) is isinstance(error, Unreachable | TimeoutError)
+    assert record.getMessage().startswith(f"the coordinator is asked again: {said}")
 
 
 async def test_wait_is_said_again_when_it_is_for_something_else_or_after_a_while(caplog):
@@ -164,9 +155,7 @@ async def test_wait_is_said_again_when_it_is_for_something_else_or_after_a_while
 
     for error in (full, full, silent, silent, full):
         await waiting.wait(error)
-    assert [record.getMessage()[:27] for record in caplog.records] == [
-        "the coordinator cannot writ", "the coordinator does not an", "the coordinator cannot writ"
-    ]  # fmt: skip
+    assert [record.getMessage().split()[5] for record in caplog.records] == ["full", "gone", "full"]
     clock.slept.append(REMIND_S)
     await waiting.wait(full)
     await waiting.wait(full)

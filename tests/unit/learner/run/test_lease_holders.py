@@ -64,7 +64,7 @@ async def test_copied_configuration_waits_while_the_first_learner_lives(coordina
     await second
 
     assert (result.step, result.is_finished) == (3, True), "the first learner was not disturbed"
-    said = [record.getMessage() for record in caplog.records if "waits for the lease" in record.getMessage()]
+    said = [record.getMessage() for record in caplog.records if "is asked again" in record.getMessage()]
     assert len(said) == 1, "said once, not at each attempt"
     assert "holder is learner" in said[0]
     assert "state_dir" in said[0]

@@ -5,8 +5,8 @@ set -euo pipefail
 usage="usage: deploy/secrets.sh CERTS
 
 CERTS is a directory as 'heterorl certs' makes it, or a copy of it without ca.key. Files of an earlier call are
-replaced, also by renewed certificates. Writes to HETERORL_SECRETS_DIR, by default 'secrets' in this script's
-directory."
+replaced, also by renewed certificates. Writes to HETERORL_SECRETS_DIR, of the environment or of .env in this script's
+directory, by default 'secrets' there."
 
 fail() {
   printf 'secrets.sh: %s\n' "$1" >&2
@@ -19,7 +19,13 @@ fail() {
   exit 0
 }
 certs=$1
-secrets=${HETERORL_SECRETS_DIR:-$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)/secrets}
+here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
+# As Compose reads it: sudo keeps no variables, and a relative path counts from this directory.
+if [[ ! ${HETERORL_SECRETS_DIR:-} && -e $here/.env ]]; then
+  HETERORL_SECRETS_DIR=$(sed -n 's/^HETERORL_SECRETS_DIR=//p' "$here/.env" | tail -n 1)
+fi
+secrets=${HETERORL_SECRETS_DIR:-secrets}
+if [[ $secrets != /* ]]; then secrets=$here/$secrets; fi
 nodes=(coordinator-main:coordinator learner-learner:learner sampler-site-1:sampler-1 sampler-site-2:sampler-2)
 
 # All or nothing: what is missing is said before anything is written.

@@ -14,11 +14,12 @@ order: after SIGKILL the next start repeats the work from the last checkpoint. A
 published, then the run drains.
 """
 
+import contextlib
 import functools
 import logging
 import random
 import secrets
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.identity.signing import Trust
@@ -54,15 +55,21 @@ async def main(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv |
 
     `rank_env` is rank 0's, where a launcher has started the processes.
     """
-    async with notify.running() as process:
+    async with notify.running() as process, contextlib.AsyncExitStack() as stack:
         # Held meanwhile: what is wrong with it is told before the model is loaded.
         with hold_directory(config.state_dir):
+            client = await stack.enter_async_context(_calling(config))
             parts = await in_thread(assemble, config, num_ranks=num_ranks, rank_env=rank_env)
-        await _train(config, parts, process)
+        await _train(config, parts, process, client)
     return 0
 
 
-async def _train(config: LearnerConfig, parts: Parts, process: notify.Process) -> None:
+@contextlib.asynccontextmanager
+async def _calling(config: LearnerConfig) -> AsyncIterator[CoordinatorClient]:
+    """A client that also pushes metrics.
+
+    Loading takes minutes: a learner that started again must not look like one that is gone.
+    """
     metrics.watch_disk(config.state_dir)
     observe_start()
     tracing.start(config.tracing, service="learner", name=config.holder)
@@ -73,16 +80,22 @@ async def _train(config: LearnerConfig, parts: Parts, process: notify.Process) -
         config.coordinator,
         metrics_port,
     )
-    if parts.signer is not None:
-        _LOG.info("the learner signs versions with key %s", parts.signer.public_key)
     site = names_of(config.tls.cert)[1] or config.holder
     async with (
         CoordinatorClient.of(config, max_message_bytes=config.max_message_bytes) as client,
         client.pushing("learner", site=site, interval_s=config.metrics_push_s),
     ):
-        learner = join(config, parts, api=client, clock=process.clock, rng=random.Random())
-        status = f"run {config.run_id}, holder {config.holder}"
-        result = await learner.run(process.stop, on_ready=lambda: process.notifier.ready(status))
+        yield client
+
+
+async def _train(config: LearnerConfig, parts: Parts, process: notify.Process, client: CoordinatorClient) -> None:
+    # Again: the first step is due from now on.
+    observe_start()
+    if parts.signer is not None:
+        _LOG.info("the learner signs versions with key %s", parts.signer.public_key)
+    learner = join(config, parts, api=client, clock=process.clock, rng=random.Random())
+    status = f"run {config.run_id}, holder {config.holder}"
+    result = await learner.run(process.stop, on_ready=lambda: process.notifier.ready(status))
     process.notifier.stopping()
     await in_thread(parts.close)
     _LOG.info("the learner %s", result)

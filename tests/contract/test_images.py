@@ -165,6 +165,47 @@ def test_secrets_are_what_the_compose_file_mounts(tmp_path):
     assert (tmp_path / "secrets" / "grafana_admin_password").read_text() == password
 
 
+@pytest.mark.process
+@pytest.mark.parametrize("written", ["mine", "{}/else"])
+def test_secrets_go_where_the_environment_file_of_compose_has_them(written, tmp_path):
+    certificates = Certificates(tmp_path / "certs")
+    for node in (("coordinator", "main"), ("learner", "learner"), ("sampler", "site-1"), ("sampler", "site-2")):
+        certificates.node(*node)
+    deploy = tmp_path / "deploy"
+    deploy.mkdir()
+    shutil.copy(DEPLOY / "secrets.sh", deploy)
+    place = deploy / written.format(tmp_path)
+    (deploy / ".env").write_text(f"HETERORL_VERSION=2\nHETERORL_SECRETS_DIR={written.format(tmp_path)}\n")
+    # As sudo leaves it.
+    environment = {"PATH": os.environ["PATH"], "HETERORL_SECRETS_OWNERS": "no"}
+
+    check("env", "-i", *(f"{key}={value}" for key, value in environment.items()),
+          "bash", str(deploy / "secrets.sh"), str(tmp_path / "certs"))  # fmt: skip
+
+    assert (place / "coordinator" / "node.key").exists()
+    assert not (deploy / "secrets").exists()
+
+
+@pytest.mark.process
+def test_compose_reads_files_and_variables_of_the_environment_file(tmp_path):
+    page = (DEPLOY / "README.md").read_text()
+    (example,) = re.findall(r"^```\n(COMPOSE_FILE=.*?)^```", page, re.DOTALL | re.MULTILINE)
+    for path in DEPLOY.glob("compose*.yaml"):
+        shutil.copy(path, tmp_path)
+    (tmp_path / ".env").write_text(f"{example}HETERORL_VERSION=2.0\n")
+    environment = {"PATH": os.environ["PATH"], "HOME": str(tmp_path)}
+
+    result = subprocess.run(
+        [_compose(), "config", "--format", "json"],
+        cwd=tmp_path, env=environment, capture_output=True, text=True, check=True,
+    )  # fmt: skip
+
+    learner = json.loads(result.stdout)["services"]["learner"]
+    assert learner["image"] == "heterorl-learner-deepspeed:2.0"
+    assert learner["environment"]["CUDA_VISIBLE_DEVICES"] == "0,1"
+    assert learner["command"][-1] == "--nproc=2"
+
+
 @pytest.mark.parametrize(("file", "name"), CONFINED, ids=[name for _, name in CONFINED])
 def test_container_is_confined(file, name):
     service = file["services"][name]

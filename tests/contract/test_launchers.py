@@ -113,7 +113,7 @@ def test_batch_script_is_well_formed_and_asks_for_one_agent_a_machine():
     # At whatever size there is: another world size resumes.
     assert asked["nodes"] == "1-2"
     assert "requeue" in asked
-    assert asked["signal"] == "B:USR1@600"
+    assert asked["signal"] == "B:USR1@1200"
 
 
 def test_batch_script_starts_the_learner_on_each_machine_again_until_it_ends_well(slurm, tmp_path):

@@ -400,8 +400,8 @@ def test_a_job_of_slurm_has_the_gpus_the_port_and_the_end_of_the_page():
 
     assert f"A machine gives {gpus} GPUs unless `--gpus-per-node` differs." in page
     assert f"torchrun's port is {first} + the job's number modulo {ports}." in page
-    assert int(seconds) == 600
-    assert "Ten minutes before its time limit the job stops in order and is queued again." in page
+    assert int(seconds) == 1200
+    assert "Twenty minutes before its time limit the job stops in order and is queued again." in page
 
 
 def test_parts_of_the_trial_of_a_card_have_the_shares_of_the_page():

@@ -120,9 +120,7 @@ def limit_of(path):
 
 def test_services_are_started_again_as_often_as_the_pages_say():
     page, machines = (" ".join((ROOT / "docs" / name).read_text().split()) for name in ("operate.md", "machines.md"))
-    (row,) = re.findall(
-        r"systemd at most (\d+) times in (\d+) minutes .*?, the coordinator and Docker without limit", page
-    )
+    assert "start it again without limit" in page
     (several,) = re.findall(
         r"starts wrong configurations again too: an agent at most (\d+) times in (\d+) minutes", machines
     )
@@ -130,9 +128,9 @@ def test_services_are_started_again_as_often_as_the_pages_say():
     services = {path.stem: limit_of(path) for path in FOLDER.glob("*.service")}
     assert services.keys() == {*ROLES, "heterorl-learner-node@"}
 
-    assert services.pop("heterorl-coordinator") is None
     assert services.pop("heterorl-learner-node@") == (int(several[0]), 60 * int(several[1]))
-    assert set(services.values()) == {(int(row[0]), 60 * int(row[1]))}
+    # An outage of a server that a service needs at its start lasts longer than any number of starts.
+    assert set(services.values()) == {None}
     # torchrun's agent does not say what its processes ended with.
     node = directives(FOLDER / "heterorl-learner-node@.service")
     assert "Service.RestartPreventExitStatus" not in node

@@ -76,6 +76,10 @@ def load_signer(path: Path) -> Signer:
             # Mode of the open file: the name may lead elsewhere a moment later.
             mode = os.fstat(file.fileno()).st_mode
             data = file.read(MAX_KEY_FILE_BYTES)
+    except PermissionError as error:
+        # Not `keys new`: no site trusts a second key.
+        action = f"as root: chown {os.geteuid()} {path}, and let that user enter its directory"
+        raise ConfigError(KEY, f"cannot read {path}: {error.strerror}", action=action) from error
     except OSError as error:
         raise ConfigError(KEY, f"cannot read {path}: {error.strerror}", action="heterorl keys new PATH") from error
     if not stat.S_ISREG(mode) or mode & 0o077:

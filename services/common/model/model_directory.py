@@ -14,7 +14,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-from heterorl.common.errors import ConfigError
+from heterorl.common.errors import ConfigError, ServiceUnreachable
 
 CONNECT_S = 5.0
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
@@ -30,7 +30,8 @@ _ACTION = "name a Hugging Face directory (config.json, tokenizer, safetensors) o
 
 
 def check_model_dir(model_dir: str) -> None:
-    """Check that this model exists, or the hub answers; raises ConfigError."""
+    """Check that this model exists, or the hub answers.
+    Raises ConfigError; ServiceUnreachable: the hub does not answer."""
     if not model_dir:
         raise ConfigError("model_dir", "is not set", action=_ACTION)
     path = Path(model_dir)
@@ -123,7 +124,8 @@ def _reach_hub(name: str) -> None:
         socket.create_connection((host, port), timeout=CONNECT_S).close()
     except OSError as error:
         problem = f"there is no directory {name}, and the hub at {host} cannot be reached: {error.strerror or error}"
-        raise ConfigError("model_dir", problem, action=_ACTION) from error
+        # A restart may find the hub again.
+        raise ServiceUnreachable("model_dir", problem, action=_ACTION) from error
 
 
 def copy_tokenizer(model_dir: str, out_dir: Path) -> None:

@@ -49,7 +49,7 @@ def replacing(path: Path, *, is_durable: bool = True, mode: int = 0o666) -> Iter
 
 
 def _keep_owner(descriptor: int, path: Path) -> None:
-    """Give a new file the owner of the one that it replaces; only root may."""
+    """As root, give a new file the owner of the one before."""
     if os.geteuid() == 0:
         # Missing: a new file. Not permitted: root of a container without that right.
         with contextlib.suppress(FileNotFoundError, PermissionError):

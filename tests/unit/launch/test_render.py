@@ -236,6 +236,9 @@ def test_a_revocation_reaches_coordinator_and_relays_by_the_commands_of_the_read
     assert [(path.read_text(), stat.S_IMODE(path.stat().st_mode)) for path in lists] == [
         ("2a  # sampler us\n", 0o644)
     ] * 2
+    words = " ".join(tree["README.md"].split())
+    assert {"compose": "HOST/secrets/NODE/revoked", "slurm": "credentials/NODE/revoked"}.get(launcher, "") in words
+    assert "After `heterorl certs revoke` run " in words
     if launcher != "systemd":
         assert {path.parent.name for path in lists} == {"coordinator", "relay-eu"}
         return

@@ -1,6 +1,7 @@
 """Keys on disk, signatures over exact bytes, and whom a node trusts."""
 
 import logging
+import os
 import stat
 
 import pytest
@@ -57,6 +58,22 @@ def test_key_that_others_can_touch_is_refused_with_the_remedy(tmp_path, mode):
 
     with pytest.raises(ConfigError, match="chmod 600"):
         load_signer(path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_key_of_another_user_is_given_to_this_one_and_not_made_anew(tmp_path):
+    path = tmp_path / "learner.key"
+    new_key(path)
+    tmp_path.chmod(0o755)
+    os.seteuid(10001)
+    try:
+        with pytest.raises(ConfigError) as closed:
+            load_signer(path)
+    finally:
+        os.seteuid(0)
+
+    assert "chown 10001" in str(closed.value)
+    assert "keys new" not in str(closed.value)
 
 
 def test_what_is_no_key_is_refused_without_showing_it(tmp_path):

@@ -133,7 +133,8 @@ def test_a_service_says_it_in_one_line(tmp_path):
         env={"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HOME": str(tmp_path), "PATH": "/usr/bin:/bin"},
     )  # fmt: skip
 
-    assert result.returncode == 2
+    # The hub may answer a later start.
+    assert result.returncode == 1
     assert [line for line in result.stderr.splitlines() if "INFO" not in line] == [
         "error: model_dir: there is no directory someone/some-model, and the hub at 127.0.0.1 cannot be reached: "
         "Connection refused (name a Hugging Face directory (config.json, tokenizer, safetensors) or a hub id)"

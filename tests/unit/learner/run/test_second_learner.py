@@ -32,7 +32,8 @@ async def _start(config, monkeypatch):
     stop.set()
     parts = SimpleNamespace(signer=None, close=lambda: None)
     process = Process(stop=stop, notifier=Notifier(), clock=ManualClock(), watch=Watch())
-    await learner_app._train(config, parts, process)
+    async with learner_app._calling(config) as client:
+        await learner_app._train(config, parts, process, client)
 
 
 async def test_what_the_first_one_runs_with_is_not_written_over(tmp_path, monkeypatch):

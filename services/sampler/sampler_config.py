@@ -204,7 +204,7 @@ class SamplerConfig(ContractConfig):
     work_ahead_s: float = Field(default=600.0, ge=0, le=86400)
     """Work to lease ahead, at measured speed, within the coordinator's max_outstanding_groups. 0, for experiments: one
     fill of its engine, the next when all those groups are in the outbox."""
-    seed: int = Field(default=0, ge=0)
+    delay_seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()
     """Delay added to the link's own, for experiments."""

@@ -83,6 +83,8 @@ def test_every_wrong_key_is_named_at_every_depth(tmp_path):
         (SamplerConfig, "engine.device=gpu", "engine.device: 'gpu' is not cpu, cuda or cuda:N"),
         (SamplerConfig, "engine.kind=vlm", "engine.kind: 'vlm' is none of hf, vllm; did you mean vllm?"),
         (SamplerConfig, "engine.hf.device=cpu", "engine.hf: unknown key"),
+        (SamplerConfig, "seed=3", "seed: unknown key; did you mean delay_seed?"),
+        (LearnerConfig, "seed=3", "seed: unknown key; did you mean task.seed or"),
         (SamplerConfig, "engin.device=cpu", "engin: unknown key; did you mean engine?"),
         (SamplerConfig, "delay.kind=fixd", "delay.kind: 'fixd' is none of "),
         (SamplerConfig, "site='a b'", "site: 'a b' is not a name of up to 64 letters"),

@@ -1,4 +1,4 @@
-"""Two vLLM processes behind one engine: one file of weights, one canary each; one is killed and the other goes on."""
+"""Two vLLM processes behind one engine: one file of weights, a swap check each; one is killed and the other goes on."""
 
 import psutil
 import pytest
@@ -43,7 +43,7 @@ def test_one_engine_is_killed_and_the_other_goes_on(tmp_path, monkeypatch):
         assert len(written) == 2
         assert list(source.weights.directory.iterdir()) == []
         engines = [member.engine for member in group._members]
-        assert [engine.canary_difference < 1e-5 for engine in engines] == [True, True]
+        assert [engine.swap_check_difference < 1e-5 for engine in engines] == [True, True]
         groups = generate_all(group, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=4)
         assert truth.difference(states[1], groups, SAMPLING) < 1e-5
 
@@ -80,7 +80,7 @@ def test_one_engine_is_killed_and_the_other_goes_on(tmp_path, monkeypatch):
         starting.join()
         group.load(states[2], 2)
         assert group.is_whole
-        assert [engine.canary_difference < 1e-5 for engine in engines] == [True, True]
+        assert [engine.swap_check_difference < 1e-5 for engine in engines] == [True, True]
         groups = generate_all(group, PROMPTS * 2, seeds=range(8), num_per_prompt=2)
         assert truth.difference(states[2], groups[:4], SAMPLING) < 1e-5
         assert truth.difference(states[2], groups[4:], SAMPLING) < 1e-5

@@ -57,7 +57,13 @@ _TYPES = {
 _SHOWN = 60
 _SECRET_NAMES = re.compile(r"(^|_)(url|endpoint|key|token|password|secret)$")
 _USER_IN_ADDRESS = re.compile(r"://[^\s/]*@")
-_RENAMED = {"max_policy_age_s": "max_superseded_s", "kl_coefficient": "sampler_kl", "seed": "delay_seed"}
+_RENAMED = {
+    "canary_device": "swap_check_device",
+    "canary_tolerance": "swap_check_tolerance",
+    "kl_coefficient": "sampler_kl",
+    "max_policy_age_s": "max_superseded_s",
+    "seed": "delay_seed",
+}
 """Other names of keys, which a refusal answers with the right one."""
 _ALIKE = 0.68
 """Least similarity of a suggestion; below it, pairs like `lr` and `lora` match."""

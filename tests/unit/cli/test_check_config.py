@@ -83,6 +83,11 @@ def test_every_wrong_key_is_named_at_every_depth(tmp_path):
         (SamplerConfig, "engine.device=gpu", "engine.device: 'gpu' is not cpu, cuda or cuda:N"),
         (SamplerConfig, "engine.kind=vlm", "engine.kind: 'vlm' is none of hf, vllm; did you mean vllm?"),
         (SamplerConfig, "engine.hf.device=cpu", "engine.hf: unknown key"),
+        (
+            SamplerConfig,
+            "engine={kind='vllm', canary_device='cpu'}",
+            "engine.canary_device: unknown key; did you mean engine.swap_check_device?",
+        ),
         (SamplerConfig, "seed=3", "seed: unknown key; did you mean delay_seed?"),
         (LearnerConfig, "seed=3", "seed: unknown key; did you mean task.seed or"),
         (SamplerConfig, "engin.device=cpu", "engin: unknown key; did you mean engine?"),

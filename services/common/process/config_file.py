@@ -63,6 +63,7 @@ _RENAMED = {
     "kl_coefficient": "sampler_kl",
     "max_policy_age_s": "max_superseded_s",
     "seed": "delay_seed",
+    "store_bytes": "payload_space_bytes",
 }
 """Other names of keys, which a refusal answers with the right one."""
 _ALIKE = 0.68

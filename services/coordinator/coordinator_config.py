@@ -54,9 +54,9 @@ GROUP_OVERHEAD_BYTES = 4096
 class DifficultyConfig(Config):
     """A window of mean rewards: prompts outside it are handed out rarely."""
 
-    explore: float = Field(default=1.0, ge=0, le=1)
+    outside_share: float = Field(default=1.0, ge=0, le=1)
     """Share of prompts outside the window of mean rewards that are handed out anyway, as is one after 16 skipped; 0.1
-    is usual, 1 turns it off."""
+    is usual; 1, all of them: off."""
     low: float = Field(default=0.05, allow_inf_nan=False)
     """Smallest mean reward inside the window."""
     high: float = Field(default=0.95, allow_inf_nan=False)
@@ -70,7 +70,7 @@ class DifficultyConfig(Config):
 
     @property
     def is_on(self) -> bool:
-        return self.explore < 1.0
+        return self.outside_share < 1.0
 
 
 class StoreConfig(Config):

@@ -60,6 +60,7 @@ _USER_IN_ADDRESS = re.compile(r"://[^\s/]*@")
 _RENAMED = {
     "canary_device": "swap_check_device",
     "canary_tolerance": "swap_check_tolerance",
+    "explore": "outside_share",
     "kl_coefficient": "sampler_kl",
     "max_policy_age_s": "max_superseded_s",
     "seed": "delay_seed",

@@ -98,6 +98,11 @@ def test_every_wrong_key_is_named_at_every_depth(tmp_path):
         (SamplerConfig, "trusted_keys=['x']", "trusted_keys[0]: 'x' is not a public key as"),
         (SamplerConfig, "task=3", "task: must be a table, is 3"),
         (CoordinatorConfig, "max_staleness_versions='8'", "max_staleness_versions: must be a whole number, is '8'"),
+        (
+            CoordinatorConfig,
+            "difficulty.explore=1",
+            "difficulty.explore: unknown key; did you mean difficulty.outside_share?",
+        ),
         (CoordinatorConfig, "store_bytes=5", "store_bytes: unknown key; did you mean payload_space_bytes?"),
         (CoordinatorConfig, "payload_space_bytes=5", "payload_space_bytes: must be at least 1048576, is 5"),
         (

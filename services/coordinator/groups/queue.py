@@ -29,7 +29,7 @@ from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.common.wire.sealed_groups import read_sealed
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import horizon, ledger, schedule, work_assignments
-from heterorl.coordinator.groups.intake import Arrival, Surroundings, take_all
+from heterorl.coordinator.groups.intake import Arrival, IngestContext, take_all
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import quarantine
@@ -49,7 +49,7 @@ def newest_first(version: int, arrival: int, *, newest_taken: int) -> tuple[int,
 
 
 @dataclass(slots=True, kw_only=True)
-class Turns:
+class SiteOrder:
     """The order of sites between leases.
 
     `window` is the groups of a batch, `share` a site's largest part of it. In memory: a restart begins a new window.
@@ -150,26 +150,28 @@ def _best(ranks: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """Store operations under the run's bounds; `quotas` and `turns` live in memory."""
+    """Store operations under the run's bounds; `quotas` and `site_order` live in memory."""
 
     config: CoordinatorConfig
     quotas: Quotas
-    turns: Turns
+    site_order: SiteOrder
     ring: SampleRing
 
     @classmethod
     def of(cls, config: CoordinatorConfig, ring: SampleRing) -> Queue:
         """The queue of a configuration; leaving groups may enter the ring."""
-        turns = Turns(order=config.lease_order, share=config.site_batch_share, window=config.groups_per_version)
-        return cls(config=config, quotas=Quotas(config), turns=turns, ring=ring)
+        site_order = SiteOrder(
+            order=config.lease_order, share=config.site_batch_share, window=config.groups_per_version
+        )
+        return cls(config=config, quotas=Quotas(config), site_order=site_order, ring=ring)
 
     def ingest(
         self, connection: Connection, groups: Sequence[Arrival], *, head: int, now: float, instant: float
     ) -> list[PushOutcome]:
-        around = Surroundings(
+        context = IngestContext(
             config=self.config, quotas=self.quotas, ring=self.ring, head=head, now=now, instant=instant
         )
-        return take_all(connection, groups, around)
+        return take_all(connection, groups, context)
 
     def lease(self, connection: Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
         """Lease up to `count` groups in order, fewer if they are large.
@@ -226,16 +228,16 @@ class Queue:
         # A group that would be too old at its step waits: its step may come sooner if groups before it are dropped.
         count, first_version = horizon.next_lease(connection, head=head, bound=bound, count=count)
         first_version = max(first_version, oldest)
-        if self.turns.is_plain or count < 1:
+        if self.site_order.is_plain or count < 1:
             return horizon.oldest_pending(connection, count, first_version=first_version)
         waiting = firsts.read(first_version)
         ranks = self._ranks(connection, waiting) if waiting else {}
-        return firsts.take(ranks[self.turns.next(ranks)][-1]) if ranks else []
+        return firsts.take(ranks[self.site_order.next(ranks)][-1]) if ranks else []
 
     def _ranks(self, connection: Connection, waiting: Mapping[int, tuple[str, int]]) -> dict[str, tuple[int, ...]]:
         """Each site's smallest rank.
         Under `newest` of the groups within the window, or of those behind it."""
-        if self.turns.order != "newest":
+        if self.site_order.order != "newest":
             return _best((site, (version, arrival)) for arrival, (site, version) in waiting.items())
         taken = horizon.newest_taken(connection)
         floor = taken - self.config.max_staleness_versions // 2
@@ -245,7 +247,7 @@ class Queue:
             for arrival, (site, version) in waiting.items()
             if version >= floor
         )
-        return late if self.turns.is_late_next(has_late=bool(late), has_others=bool(first)) else first
+        return late if self.site_order.is_late_next(has_late=bool(late), has_others=bool(first)) else first
 
     def _oldest_usable(self, connection: Connection, *, head: int, now: float) -> int:
         config = self.config

@@ -186,7 +186,7 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
     from heterorl.learner.publish.checkpoint_store import CheckpointStore
     from heterorl.learner.publish.publisher import Publisher
     from heterorl.learner.publish.training_log import TrainingLog
-    from heterorl.learner.publish.version_payloads import Position
+    from heterorl.learner.publish.version_payloads import PublishedHead
     from tests.support.learner_world import make_contract
     from tests.support.training import random_groups
 
@@ -226,7 +226,7 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
             store=store, training_log=TrainingLog(directory), backoff=backoff, snapshot_every_versions=1000,
             checkpoint_every_versions=1000,
         )  # fmt: skip
-        publisher.position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
+        publisher.position = PublishedHead(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
         for number in range(-1, 2 * job["versions"]):
             if number >= 0:
                 started = time.perf_counter()

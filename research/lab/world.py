@@ -247,7 +247,7 @@ def _sampler_config(cell: Cell, number: int, *, model_dir: Path, directory: Path
             "swap": "drain",
             "work_ahead_s": 0.0,
             "engine": {"threads": 1, "batch_rows": groups * cell.regime.group_size},
-            "seed": delay_seed(cell, number),
+            "delay_seed": delay_seed(cell, number),
             "delay": in_steps(cell).model_dump(),
             "heartbeat_s": _HOUR,
         }

@@ -54,9 +54,9 @@ GROUP_OVERHEAD_BYTES = 4096
 class DifficultyConfig(Config):
     """A window of mean rewards: prompts outside it are handed out rarely."""
 
-    explore: float = Field(default=1.0, ge=0, le=1)
+    outside_share: float = Field(default=1.0, ge=0, le=1)
     """Share of prompts outside the window of mean rewards that are handed out anyway, as is one after 16 skipped; 0.1
-    is usual, 1 turns it off."""
+    is usual; 1, all of them: off."""
     low: float = Field(default=0.05, allow_inf_nan=False)
     """Smallest mean reward inside the window."""
     high: float = Field(default=0.95, allow_inf_nan=False)
@@ -70,7 +70,7 @@ class DifficultyConfig(Config):
 
     @property
     def is_on(self) -> bool:
-        return self.explore < 1.0
+        return self.outside_share < 1.0
 
 
 class StoreConfig(Config):
@@ -152,7 +152,7 @@ class CoordinatorConfig(Config):
     max_lost_share: float = Field(default=0.2, ge=0, le=1)
     """Largest share of lost members, averaged over about 50 groups of a site; above it groups with lost members are
     dropped. 1: never."""
-    store_bytes: int = Field(default=1 << 40, ge=1 << 20)
+    payload_space_bytes: int = Field(default=1 << 40, ge=1 << 20)
     """Space for payloads, on disk or in the bucket; unneeded ones are deleted before anything is refused."""
     keep_versions: int = Field(default=0, ge=0)
     """Newest versions whose deltas are all kept; 0: four times max_staleness_versions, at least 256."""
@@ -165,7 +165,7 @@ class CoordinatorConfig(Config):
     """How long payloads stay for a sampler that planned them but fetches nothing; with a bucket at least
     payloads.url_lifetime_s."""
     merged_bytes: int = Field(default=64 << 30, ge=0)
-    """Disk space for merged deltas, besides store_bytes; 0: none. Delete them at any time."""
+    """Disk space for merged deltas, besides payload_space_bytes; 0: none. Delete them at any time."""
     min_free_bytes: int = Field(default=256 << 20, ge=0)
     """Free disk space below which groups are refused, and below half of it payloads; at most 1/32 of the disk. 0: no
     check."""

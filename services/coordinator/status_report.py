@@ -120,7 +120,7 @@ def _read_status(
         last_report=value_of_row(StepReport, json.loads(last[0])) if last else None,
         is_head_signed=bool(head and chain.signature(head.version)),
         store_bytes=store_bytes,
-        store_limit_bytes=config.store_bytes,
+        store_limit_bytes=config.payload_space_bytes,
         snapshot_version=snapshot[0] if snapshot else NO_VERSION,
         snapshot_age_s=max(0.0, context.clock.wall() - snapshot[1]) if snapshot else 0.0,
         reclaimed_bytes=payload_index.reclaimed_bytes(connection),

@@ -200,7 +200,7 @@ def sampler_tables(regime: Regime, options: DemoOptions, *, site: str, address: 
         # The regime was measured with sites exactly lag_versions behind.
         "swap": "drain",
         "work_ahead_s": 0.0,
-        "seed": options.seed + SITES.index(site),
+        "delay_seed": options.seed + SITES.index(site),
         "heartbeat_s": 0.5,
         "task": {"name": "arithmetic", "digits": regime.digits},
         "sampling": {"max_new_tokens": regime.digits + 2},

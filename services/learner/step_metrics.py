@@ -144,14 +144,14 @@ class StepTimer:
 _LOG = logging.getLogger(__name__)
 _NONE: Mapping[str, float] = {}
 _OF_REPORT = (
-    (metrics.LOSS, "loss"), (metrics.REWARD, "reward_mean"), (metrics.KL, "kl"), (metrics.ESS, "ess_fraction"),
-    (metrics.IW_VARIANCE, "iw_variance"), (metrics.CLIP_FRACTION, "clip_fraction"),
-    (metrics.MASK_SHARE_BAD, "mask_share_bad"), (metrics.KL_TOKEN_FRESH, "kl_token_fresh"),
+    (metrics.LOSS, "loss"), (metrics.REWARD, "reward_mean"), (metrics.SAMPLER_KL, "kl"), (metrics.ESS, "ess_fraction"),
+    (metrics.IMPORTANCE_WEIGHT_VARIANCE, "iw_variance"), (metrics.CLIPPED_TERMS, "clip_fraction"),
+    (metrics.BAD_ROLLOUTS_TRAINED, "mask_share_bad"), (metrics.KL_TOKEN_FRESH, "kl_token_fresh"),
     (metrics.ENTROPY, "entropy"), (metrics.GRAD_NORM, "grad_norm"), (metrics.LEARNING_RATE, "lr"),
 )  # fmt: skip
 _NUMBERS = (
-    *(gauge for gauge, _ in _OF_REPORT), metrics.TRUNCATED_RATIO, metrics.UNIFORM_RATIO, metrics.EVALUATION_ACCURACY,
-    metrics.COMPRESSION_RATIO, metrics.CHANGED_RATIO,
+    *(gauge for gauge, _ in _OF_REPORT), metrics.TRUNCATED_RATIO, metrics.EQUAL_REWARD_GROUPS,
+    metrics.EVALUATION_ACCURACY, metrics.COMPRESSION_RATIO, metrics.CHANGED_RATIO,
 )  # fmt: skip
 
 
@@ -233,7 +233,7 @@ def _observe_completions(numbers: CompletionNumbers) -> None:
         length = getattr(numbers, f"length_{stat}")
         metrics.COMPLETION_TOKENS.labels(stat).set(math.nan if length is None else length)
     metrics.TRUNCATED_RATIO.set(numbers.truncated_fraction)
-    metrics.UNIFORM_RATIO.set(numbers.uniform_fraction)
+    metrics.EQUAL_REWARD_GROUPS.set(numbers.uniform_fraction)
     # Drop parts that no longer exist.
     metrics.REWARD_PART.clear()
     for part in numbers.reward_parts:

@@ -255,7 +255,7 @@ def _vllm(
         sampling=config.sampling.semantics(),
         weights_dir=Path(settings.weights_dir) if settings.weights_dir else config.state_dir / "engine",
         lora=config.lora,
-        canary_device=settings.canary_device,
+        swap_check_device=settings.swap_check_device,
     )
     engine, close = start_vllm(source, vllm_settings(settings), end_token_ids=end_token_ids, is_stopped=is_stopped)
     return Engines(engine=engine, vocab_size=source.room.vocab_size, lora=source.lora, base=source.base, close=close)

@@ -254,7 +254,7 @@ def join(
     policy = WeightSync(
         api=api,
         puller=puller,
-        visibility=Visibility(config.delay, seed=config.seed),
+        visibility=Visibility(config.delay, seed=config.delay_seed),
         record=record,
         trust=Trust(config.trusted_keys),
         clock=clock,

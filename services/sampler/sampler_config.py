@@ -127,10 +127,10 @@ class VllmEngineConfig(_EngineConfig):
     """Memory of keys and values; 0: vLLM's choice, which on a CPU is most of the memory."""
     memory_share: float = Field(default=0.9, gt=0, le=1)
     """Share of the device's memory for weights, keys and values."""
-    canary_tolerance: float = Field(default=0.0, ge=0)
+    swap_check_tolerance: float = Field(default=0.0, ge=0)
     """Mean log-prob difference from a float32 reference that refuses new weights, nats; 0: 1e-4 (fp32), 0.02 (fp16),
     0.1 (bf16)."""
-    canary_device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
+    swap_check_device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Device of that reference: cpu (6 core-seconds for 10^9 weights and swap), or cuda (memory of the largest layer in
     float32, outside memory_share)."""
     weights_dir: str = ""
@@ -206,7 +206,7 @@ class SamplerConfig(ContractConfig):
     work_ahead_s: float = Field(default=600.0, ge=0, le=86400)
     """Work to lease ahead, at measured speed, within the coordinator's max_outstanding_groups. 0, for experiments: one
     fill of its engine, the next when all those groups are in the outbox."""
-    seed: int = Field(default=0, ge=0)
+    delay_seed: int = Field(default=0, ge=0)
     """Seed of this sampler's delays."""
     delay: DelayConfig = NoDelay()
     """Delay added to the link's own, for experiments."""

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 
 from heterorl.common.api import SamplerApi
 from heterorl.common.errors import CorruptData, NotRegistered, PermissionDenied, RemoteError, Unauthenticated
-from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff, log_level
 from heterorl.common.process.clock import Bell, Clock, ends_within
 from heterorl.common.types.common import peer_words
@@ -120,10 +119,8 @@ class Session:
         """
         while True:
             report = _sendable(reported())
-            sent = self.clock.monotonic()
             try:
                 commands = await self.api.heartbeat(report)
-                metrics.RTT_SECONDS.observe(self.clock.monotonic() - sent)
             except (RemoteError, CorruptData) as error:
                 if isinstance(error, (PermissionDenied, Unauthenticated)) and not error.is_transient:
                     raise

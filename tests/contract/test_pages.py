@@ -46,6 +46,6 @@ def test_toml_of_a_page_is_a_part_of_a_configuration(name):
     assert _refused((ROOT / name).read_text(encoding="utf-8")) == []
 
 
-@pytest.mark.parametrize("text", ["```toml\n[difficulty]\nexplored = 1\n```", '`{kind = "gspo", clip_on = "topr"}`'])
+@pytest.mark.parametrize("text", ["```toml\n[difficulty]\noutside = 1\n```", '`{kind = "gspo", clip_on = "topr"}`'])
 def test_toml_that_no_service_accepts_is_found(text):
     assert len(_refused(text)) == 1

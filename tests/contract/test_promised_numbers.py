@@ -204,7 +204,7 @@ PROMISES = [
     ("docs/operate.md", f"If you raise `metrics_nodes` ({COORDINATOR.metrics_nodes})"),
     ("docs/operate.md", f"`canary_threshold` (median, {COORDINATOR.canary_threshold:g} nats)"),
     ("docs/operate.md", f"the answer up to {MAX_ANSWER:,} characters"),
-    ("docs/operate.md", f"`store_bytes` | {COORDINATOR.store_bytes >> 40} TiB"),
+    ("docs/operate.md", f"`payload_space_bytes` | {COORDINATOR.payload_space_bytes >> 40} TiB"),
     ("docs/operate.md", f"`merged_bytes` | {COORDINATOR.merged_bytes // GIB} GiB"),
     ("docs/operate.md", f"`min_free_bytes` | {COORDINATOR.min_free_bytes // MIB} MiB"),
     # The new one is there before the oldest goes.

@@ -52,7 +52,7 @@ def test_trained_experts_are_swapped_in_place(monkeypatch, tmp_path):
 
         for version, state in ((1, trained), (2, disturbed(trained, seed=1))):
             engine.load(state, version)
-            assert engine.canary_difference < 1e-5
+            assert engine.swap_check_difference < 1e-5
             groups = generate_all(engine, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=2)
             assert truth.difference(state, groups, semantics()) < 1e-5
         assert engine._process is process

@@ -1,4 +1,4 @@
-"""Two vLLM processes behind one engine: one file of weights, one canary each; one is killed, and a load starts it again."""
+"""Two vLLM processes behind one engine: one file of weights, a swap check each; one is killed, and a load starts it again."""
 
 import psutil
 import pytest
@@ -44,7 +44,7 @@ def test_one_engine_is_killed_and_a_load_starts_it_again(tmp_path, monkeypatch):
         assert len(written) == 2
         assert list(source.weights.directory.iterdir()) == []
         engines = group._engines
-        assert [engine.canary_difference < 1e-5 for engine in engines] == [True, True]
+        assert [engine.swap_check_difference < 1e-5 for engine in engines] == [True, True]
         groups = generate_all(group, PROMPTS, seeds=[1, 2, 3, 4], num_per_prompt=4)
         assert truth.difference(states[1], groups, SAMPLING) < 1e-5
 
@@ -65,7 +65,7 @@ def test_one_engine_is_killed_and_a_load_starts_it_again(tmp_path, monkeypatch):
         group.load(states[1], 1)
         group.load(states[2], 2)
         assert (running.version, running._process) == (2, process)
-        assert [engine.canary_difference < 1e-5 for engine in engines] == [True, True]
+        assert [engine.swap_check_difference < 1e-5 for engine in engines] == [True, True]
         groups = generate_all(group, PROMPTS * 2, seeds=range(8), num_per_prompt=2)
         assert truth.difference(states[2], groups[:4], SAMPLING) < 1e-5
         assert truth.difference(states[2], groups[4:], SAMPLING) < 1e-5

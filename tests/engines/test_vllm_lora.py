@@ -73,7 +73,7 @@ def test_adapters_are_drawn_with_as_merged_and_never_those_of_another_version(ma
         assert all(row.spans == (Span(version=version, start=0, end=len(row.token_ids)),) for g in groups for row in g)
         state = adapters(base, seed=version)
         assert truth.difference(state, groups, SAMPLING) > 1e-2
-    assert engine.canary_difference < 1e-5
+    assert engine.swap_check_difference < 1e-5
     assert engine.layout.full_bytes < 200_000
 
 

@@ -103,7 +103,7 @@ async def test_hf_and_vllm_samplers_train_together_over_twenty_swaps(tmp_path, m
     assert family
     assert alive == []
 
-    # Every swap was green: its canary agreed, and no engine was started twice.
+    # Every swap was green: its check agreed, and no engine was started twice.
     assert {value for name, value in metrics.items() if "engine_failures_total{" in name} == {0.0}
     evaluations = [json.loads(line) for line in (tmp_path / "learner" / "evaluations.jsonl").read_text().splitlines()]
     accuracies = [entry["accuracy"] for entry in evaluations]

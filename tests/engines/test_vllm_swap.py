@@ -1,4 +1,4 @@
-"""vLLM's own reload leaves weights old on the CPU; ours does not, and the canary sees it when a swap goes wrong."""
+"""vLLM's own reload leaves weights old on the CPU; ours does not, and the check of a swap finds a wrong one."""
 
 import threading
 
@@ -37,10 +37,10 @@ def test_swaps_are_seen_go_wrong_and_are_put_right(made, monkeypatch):
     weights_dir = engine.source.weights.directory
     assert weights_dir.stat().st_mode & 0o077 == 0
 
-    # In place and right: the canary is far below what is allowed.
+    # In place and right: the difference is far below what is allowed.
     state = disturbed(base, seed=1)
     engine.load(state, 1)
-    assert engine.canary_difference < 1e-5
+    assert engine.swap_check_difference < 1e-5
     assert truth.difference(state, generate(engine), SAMPLING) < 1e-5
     assert list(weights_dir.iterdir()) == []
 

@@ -162,12 +162,12 @@ class SiteOfPrompts(Site):
         return self.is_uniform(work.prompt_index)
 
 
-async def replaced_with(explore, directory):
+async def replaced_with(outside_share, directory):
     """How many groups ten steps replace, of 20 prompts of which 14 are solved."""
     contract = make_contract(num_prompts=20)
     core = await open_coordinator(
         directory, groups_per_version=GROUPS_PER_STEP, max_outstanding_groups=MOST_OUTSTANDING,
-        max_staleness_versions=2, difficulty={"explore": explore},
+        max_staleness_versions=2, difficulty={"outside_share": outside_share},
     )  # fmt: skip
     learner = FragileApi(core)
     site = SiteOfPrompts(core, learner, tenths=7, contract=contract)

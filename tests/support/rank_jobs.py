@@ -25,7 +25,7 @@ from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.train_backend import read_snapshot
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor
-from heterorl.learner.publish.version_payloads import Position, encode_version
+from heterorl.learner.publish.version_payloads import PublishedHead, encode_version
 from tests.support.training import random_groups, random_trajectories
 
 
@@ -154,7 +154,7 @@ def _checkpoint(backend: Any, root: str, version: int, seed: int, trained: str) 
     store = CheckpointStore(Path(root))
     arena = Arena(backend.layout)
     backend.store(arena)
-    position = Position(head_version=version - 1, lineage_version=-1, lineage_digest="", shadow=None)
+    position = PublishedHead(head_version=version - 1, lineage_version=-1, lineage_digest="", shadow=None)
     encoded = encode_version(
         position, arena, directory=Path(root).parent, run_id="r", epoch=1, step=version, with_snapshot=True
     )
@@ -189,7 +189,7 @@ def _publish(backend: Any, directory: str, snapshot: bool) -> dict[str, Any]:
     for name, weights in (("alone", arena), ("together", backend.versions.stage(published=shadows.get("together")))):
         folder = Path(directory) / name
         folder.mkdir(parents=True, exist_ok=True)
-        position = Position(head_version=4, lineage_version=4, lineage_digest="", shadow=shadows.get(name))
+        position = PublishedHead(head_version=4, lineage_version=4, lineage_digest="", shadow=shadows.get(name))
         found[name] = encode_version(
             position, weights, directory=folder, run_id="r", epoch=1, step=5, with_snapshot=snapshot, threads=2
         )

@@ -20,12 +20,12 @@ async def no_room(_missing_bytes: int) -> None:
 def open_blobs(
     path: Path,
     *,
-    store_bytes: int,
+    payload_space_bytes: int,
     max_payload_bytes: int,
     on_failed: Callable[[str], object] = lambda _: None,
     storage: PayloadStorage | None = None,
 ) -> BlobStore:
     return BlobStore(
-        path, store_bytes=store_bytes, max_payload_bytes=max_payload_bytes, make_room=no_room, on_full=lambda: None,
+        path, payload_space_bytes=payload_space_bytes, max_payload_bytes=max_payload_bytes, make_room=no_room, on_full=lambda: None,
         on_failed=on_failed, storage=storage,
     )  # fmt: skip

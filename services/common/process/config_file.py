@@ -57,7 +57,15 @@ _TYPES = {
 _SHOWN = 60
 _SECRET_NAMES = re.compile(r"(^|_)(url|endpoint|key|token|password|secret)$")
 _USER_IN_ADDRESS = re.compile(r"://[^\s/]*@")
-_RENAMED = {"max_policy_age_s": "max_superseded_s", "kl_coefficient": "sampler_kl"}
+_RENAMED = {
+    "canary_device": "swap_check_device",
+    "canary_tolerance": "swap_check_tolerance",
+    "explore": "outside_share",
+    "kl_coefficient": "sampler_kl",
+    "max_policy_age_s": "max_superseded_s",
+    "seed": "delay_seed",
+    "store_bytes": "payload_space_bytes",
+}
 """Other names of keys, which a refusal answers with the right one."""
 _ALIKE = 0.68
 """Least similarity of a suggestion; below it, pairs like `lr` and `lora` match."""
@@ -141,7 +149,8 @@ def _meant(schema: type[BaseModel], path: list[str], models: list[type[BaseModel
     """Suggested keys: the same name elsewhere, else similar here, else similar anywhere."""
     *section, name = path
     known = dict.fromkeys(all_keys(schema))
-    same = [key for key in known if key.rpartition(".")[2] == _RENAMED.get(name, name)]
+    same = [key for key in known if key.rpartition(".")[2] == _RENAMED.get(name)]
+    same = same or [key for key in known if key.rpartition(".")[2] == name]
     if not same:
         here = list(dict.fromkeys(key for model in models for key in model.model_fields))
         same = [".".join([*section, near]) for near in difflib.get_close_matches(name, here, n=1, cutoff=_ALIKE)]

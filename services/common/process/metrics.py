@@ -194,12 +194,12 @@ LOSS = _gauge("learner_loss", "Loss of the newest step.")
 REWARD = _gauge("learner_reward_mean", "Mean reward of the newest step.")
 SOURCE_REWARD = _gauge("learner_source_reward_mean", "Mean reward of a source's newest trained groups.", "source")
 SOURCE_GROUPS = _counter("learner_source_groups_total", "Groups trained, by source of a mixture of tasks.", "source")
-KL = _gauge("learner_kl_nats", "KL of sampler from learner policy, per sequence.")
+SAMPLER_KL = _gauge("learner_sampler_kl_nats", "KL of sampler from learner policy, per sequence.")
 ESS = _gauge("learner_ess_ratio", "Effective sample size over batch size.")
-IW_VARIANCE = _gauge("learner_iw_variance", "Variance of the importance weights.")
-CLIP_FRACTION = _gauge("learner_clip_ratio", "Share of clipped terms.")
-MASK_SHARE_BAD = _gauge(
-    "learner_mask_share_bad_ratio", "Share of the newest step's rollouts with a negative advantage that train."
+IMPORTANCE_WEIGHT_VARIANCE = _gauge("learner_importance_weight_variance", "Variance of the importance weights.")
+CLIPPED_TERMS = _gauge("learner_clipped_terms_ratio", "Share of clipped terms.")
+BAD_ROLLOUTS_TRAINED = _gauge(
+    "learner_bad_rollouts_trained_ratio", "Share of the newest step's rollouts with a negative advantage that train."
 )
 KL_TOKEN_FRESH = _gauge(
     "learner_kl_token_fresh_nats", "KL a token of groups that the step's own version made: the engines' mismatch."
@@ -214,7 +214,7 @@ COMPLETION_TOKENS = _gauge(
     "stat",
 )
 TRUNCATED_RATIO = _gauge("learner_truncated_ratio", "Share of completions cut at the longest length.")
-UNIFORM_RATIO = _gauge("learner_uniform_groups_ratio", "Share of groups in which all rewards are equal.")
+EQUAL_REWARD_GROUPS = _gauge("learner_equal_reward_groups_ratio", "Share of groups in which all rewards are equal.")
 REPLACED_GROUPS = _counter("learner_replaced_groups_total", "Groups of equal rewards that steps replaced by others.")
 REWARD_PART = _gauge("learner_reward_part_mean", "Mean of each named part of the reward.", "part")
 LOSS_METRIC = _gauge("learner_loss_metric_mean", "Mean of each metric of a loss of the user's own.", "metric")
@@ -249,9 +249,10 @@ SAMPLER_POLICY_AGE_SECONDS = _histogram(
     "stage",
     buckets=_AGES,
 )
-SWAP_SECONDS = _histogram("sampler_swap_seconds", "Pause of generation for a swap.")
+SWAP_SECONDS = _histogram(
+    "sampler_swap_seconds", "Time to load a version into the engine; vLLM pauses for a part of it."
+)
 GENERATE_SECONDS = _histogram("sampler_generate_seconds", "Time from a group's beginning to its last completion.")
-RTT_SECONDS = _histogram("sampler_rtt_seconds", "Round trip of a heartbeat to the coordinator.")
 PUSH_DELAY_SECONDS = _histogram(
     "sampler_push_delay_seconds", "Time from a group's generation to its acknowledgement.", buckets=_AGES
 )

@@ -1,8 +1,8 @@
 """Intake of pushed groups as store operations: duplicates, quotas, validation, rows.
 
 One transaction writes the row, account and watermark of each final outcome, also for an unreadable group. The watermark
-lets an id take effect once. `_Rows` batches the usual groups, which continue their site's watermark and lost no member;
-each other group is written at once. The result is the same as for groups taken one after another.
+lets an id take effect once. `_IngestBatch` collects the usual groups, which continue their site's watermark and lost no
+member; each other group is written at once. The result is the same as for groups taken one after another.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Arrival:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Surroundings:
+class IngestContext:
     """Facts for all groups of a commit; `now`: wall time, `instant`: monotonic."""
 
     config: CoordinatorConfig
@@ -140,13 +140,13 @@ def arrival_of(entry: Group | SealedGroup | Arrival, contract: Contract, config:
 
 
 def record(
-    connection: Connection, arrived: Arrival, reason: DropReason | None, message: str, around: Surroundings
+    connection: Connection, arrived: Arrival, reason: DropReason | None, message: str, context: IngestContext
 ) -> PushOutcome:
     """Write one group's row, account and watermark; settle its assignment.
     May keep a sample."""
     group_id = arrived.id
     key = (group_id.site, group_id.incarnation)
-    row = row_of(arrived, reason, around)
+    row = row_of(arrived, reason, context)
     arrival = connection.execute(insert(1) + " RETURNING arrival", row).fetchone()[0]
     incarnations.remember(connection, group_id)
     ledger.add(connection, ledger.ACKED, 1)
@@ -157,12 +157,12 @@ def record(
         return PushOutcome(id=group_id, status=PushStatus.ACCEPTED)
     ledger.add(connection, ledger.account_of(reason), 1)
     ledger.forget_refused(connection, group_id.site)
-    if arrived.sealed is not None and around.ring.wants(kind_of(reason), arrival):
-        around.ring.keep_dropped(connection, arrived.sealed, reason, detail=message)
+    if arrived.sealed is not None and context.ring.wants(kind_of(reason), arrival):
+        context.ring.keep_dropped(connection, arrived.sealed, reason, detail=message)
     if reason in work_assignments.REOPENED:
         work_assignments.give_back(connection, key, [arrived.assignment])
     if reason is DropReason.LOST_MEMBERS:
-        work_assignments.put_behind(connection, arrived.assignment, at_least=around.config.groups_per_version)
+        work_assignments.put_behind(connection, arrived.assignment, at_least=context.config.groups_per_version)
     return PushOutcome(id=group_id, status=PushStatus.DROPPED, reason=reason, message=message)
 
 
@@ -184,12 +184,12 @@ def insert(count: int) -> str:
     )
 
 
-def row_of(arrived: Arrival, reason: DropReason | None, around: Surroundings) -> tuple[object, ...]:
+def row_of(arrived: Arrival, reason: DropReason | None, context: IngestContext) -> tuple[object, ...]:
     """A row's values for `insert`.
     Its version is the one that the group's age counts from."""
     group_id, version = arrived.id, arrived.oldest_version
     if arrived.sealed is not None and reason is None:
-        version = counted_version(arrived.sealed, mask_stale=around.config.mask_stale)
+        version = counted_version(arrived.sealed, mask_stale=context.config.mask_stale)
     return (
         group_id.site,
         group_id.incarnation,
@@ -200,13 +200,13 @@ def row_of(arrived: Arrival, reason: DropReason | None, around: Surroundings) ->
         arrived.assignment,
         version,
         arrived.num_bytes,
-        around.now,
+        context.now,
         arrived.sealed.data if arrived.sealed is not None and reason is None else None,
     )
 
 
-def _facts(connection: Connection, group: SealedGroup, around: Surroundings) -> Facts:
-    config = around.config
+def _facts(connection: Connection, group: SealedGroup, context: IngestContext) -> Facts:
+    config = context.config
     version = connection.execute(
         "SELECT coalesce((SELECT f.state_root FROM variant_versions f WHERE f.version = v.version"
         " AND f.state_root = ?), v.state_root) FROM versions v WHERE version = ? AND is_abandoned = 0",
@@ -214,12 +214,12 @@ def _facts(connection: Connection, group: SealedGroup, around: Surroundings) -> 
     ).fetchone()
     version_of_age = counted_version(group, mask_stale=config.mask_stale)
     superseded_s = horizon.superseded_s(
-        connection, version_of_age, reach=config.max_staleness_versions + 1, now=around.now
+        connection, version_of_age, reach=config.max_staleness_versions + 1, now=context.now
     )
     # Not of versions that do not exist: a hostile site may state as many as its group has tokens.
-    is_known = max(group.versions) <= around.head
+    is_known = max(group.versions) <= context.head
     return Facts(
-        head_version=around.head,
+        head_version=context.head,
         superseded_s=superseded_s,
         state_root=version[0] if version else None,
         assignment_prompt=None,
@@ -249,20 +249,20 @@ def _known(connection: Connection, arrived: Arrival) -> PushOutcome:
 ROWS_AT_ONCE = 64
 
 
-def take_all(connection: Connection, groups: Sequence[Arrival], around: Surroundings) -> list[PushOutcome]:
+def take_all(connection: Connection, groups: Sequence[Arrival], context: IngestContext) -> list[PushOutcome]:
     """Take groups in; returns an outcome for each."""
-    rows = _Rows(connection, groups, around)
-    outcomes = [rows.take(arrived) for arrived in groups]
-    rows.write()
+    batch = _IngestBatch(connection, groups, context)
+    outcomes = [batch.take(arrived) for arrived in groups]
+    batch.write()
     return outcomes
 
 
-class _Rows:
+class _IngestBatch:
     """Accepted groups, not written yet, and the rows read for them."""
 
-    def __init__(self, connection: Connection, groups: Sequence[Arrival], around: Surroundings) -> None:
+    def __init__(self, connection: Connection, groups: Sequence[Arrival], context: IngestContext) -> None:
         self._connection = connection
-        self._around = around
+        self._context = context
         self._accepted: list[Arrival] = []
         self._answered: set[int] = set()
         self._marks: dict[tuple[SiteId, str], int | None] = {}
@@ -272,7 +272,7 @@ class _Rows:
         self._work = work_assignments.lookup(connection, list(self._asked.items()))
 
     def take(self, arrived: Arrival) -> PushOutcome:
-        site, key, around = arrived.id.site, (arrived.id.site, arrived.id.incarnation), self._around
+        site, key, context = arrived.id.site, (arrived.id.site, arrived.id.incarnation), self._context
         is_usual = self._is_usual(arrived)
         if not is_usual:
             self.write()
@@ -284,19 +284,19 @@ class _Rows:
                 return PushOutcome(id=arrived.id, status=PushStatus.RETRY, message=text, retry_after_s=RETRY_AFTER_S)
         if site not in self._waiting_bytes:
             self._waiting_bytes[site] = tallies.waiting_bytes(self._connection, site)
-        wait_s, busy = around.quotas.take(
-            site, num_bytes=arrived.num_bytes, pending_bytes=self._waiting_bytes[site], now=around.instant
+        wait_s, busy = context.quotas.take(
+            site, num_bytes=arrived.num_bytes, pending_bytes=self._waiting_bytes[site], now=context.instant
         )
         if busy:
             return PushOutcome(id=arrived.id, status=PushStatus.RETRY, message=busy, retry_after_s=wait_s)
         reason, message = self._judged(arrived)
         if not is_usual and reason is None:
-            reason, message = _judge_losses(self._connection, arrived, around.config.max_lost_share)
+            reason, message = _judge_losses(self._connection, arrived, context.config.max_lost_share)
         if reason is None:
             self._waiting_bytes[site] += arrived.num_bytes
         if not is_usual or reason is not None:
             self.write()
-            return record(self._connection, arrived, reason, message, around)
+            return record(self._connection, arrived, reason, message, context)
         self._accepted.append(arrived)
         self._answered.add(arrived.assignment)
         self._marks[key] = arrived.id.sequence
@@ -311,14 +311,14 @@ class _Rows:
         return is_next and not arrived.lost and arrived.sealed is not None and not self._problem(arrived)
 
     def _problem(self, arrived: Arrival) -> str:
-        return size_problem(arrived.num_bytes, self._around.config.max_group_bytes) or arrived.problem
+        return size_problem(arrived.num_bytes, self._context.config.max_group_bytes) or arrived.problem
 
     def _judged(self, arrived: Arrival) -> tuple[DropReason | None, str]:
         if arrived.sealed is None:
             return DropReason.INVALID, arrived.problem
         if problem := self._problem(arrived):
             return DropReason.INVALID, problem
-        return judge(arrived.sealed, self._surroundings(arrived.sealed), self._around.config)
+        return judge(arrived.sealed, self._facts_of(arrived.sealed), self._context.config)
 
     def write(self) -> None:
         connection = self._connection
@@ -326,7 +326,7 @@ class _Rows:
             # Each statement releases the interpreter lock and waits for it again: one for many rows.
             for first in range(0, len(self._accepted), ROWS_AT_ONCE):
                 part = self._accepted[first : first + ROWS_AT_ONCE]
-                some = [row_of(arrived, None, self._around) for arrived in part]
+                some = [row_of(arrived, None, self._context) for arrived in part]
                 connection.execute(insert(len(some)), list(itertools.chain.from_iterable(some)))
             work_assignments.answer(connection, [arrived.assignment for arrived in self._accepted])
             counts = Counter((arrived.id.site, arrived.id.incarnation) for arrived in self._accepted)
@@ -341,7 +341,7 @@ class _Rows:
         for kept in (self._accepted, self._answered, self._marks, self._facts, self._asked):
             kept.clear()
 
-    def _surroundings(self, group: SealedGroup) -> Facts:
+    def _facts_of(self, group: SealedGroup) -> Facts:
         """Facts about a group.
         Groups of the same site, version and spans differ only in the assignment."""
         assignment = group.assignment
@@ -351,7 +351,7 @@ class _Rows:
         prompt, is_answered = work[assignment]
         key = (group.id.site, group.oldest_version, group.state_root, group.versions)
         if key not in self._facts:
-            self._facts[key] = _facts(self._connection, group, self._around)
+            self._facts[key] = _facts(self._connection, group, self._context)
         return dataclasses.replace(
             self._facts[key], assignment_prompt=prompt, is_answered=is_answered or assignment in self._answered
         )

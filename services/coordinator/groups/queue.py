@@ -29,7 +29,7 @@ from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.common.wire.sealed_groups import read_sealed
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import horizon, ledger, schedule, work_assignments
-from heterorl.coordinator.groups.intake import Arrival, Surroundings, take_all
+from heterorl.coordinator.groups.intake import Arrival, IngestContext, take_all
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import quarantine
@@ -51,7 +51,7 @@ def newest_first(version: int, arrival: int, *, newest_taken: int) -> tuple[int,
 
 
 @dataclass(slots=True, kw_only=True)
-class Turns:
+class SiteOrder:
     """The order of sites between leases.
 
     `window` is the groups of a batch, `share` a site's largest part of it. In memory: a restart begins a new window.
@@ -121,26 +121,28 @@ def _best(ranks: Iterable[tuple[str, tuple[int, ...]]]) -> dict[str, tuple[int, 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """Store operations under the run's bounds; `quotas` and `turns` live in memory."""
+    """Store operations under the run's bounds; `quotas` and `site_order` live in memory."""
 
     config: CoordinatorConfig
     quotas: Quotas
-    turns: Turns
+    site_order: SiteOrder
     ring: SampleRing
 
     @classmethod
     def of(cls, config: CoordinatorConfig, ring: SampleRing) -> Queue:
         """The queue of a configuration; leaving groups may enter the ring."""
-        turns = Turns(order=config.lease_order, share=config.site_batch_share, window=config.groups_per_version)
-        return cls(config=config, quotas=Quotas(config), turns=turns, ring=ring)
+        site_order = SiteOrder(
+            order=config.lease_order, share=config.site_batch_share, window=config.groups_per_version
+        )
+        return cls(config=config, quotas=Quotas(config), site_order=site_order, ring=ring)
 
     def ingest(
         self, connection: Connection, groups: Sequence[Arrival], *, head: int, now: float, instant: float
     ) -> list[PushOutcome]:
-        around = Surroundings(
+        context = IngestContext(
             config=self.config, quotas=self.quotas, ring=self.ring, head=head, now=now, instant=instant
         )
-        return take_all(connection, groups, around)
+        return take_all(connection, groups, context)
 
     def lease(self, connection: Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
         """Lease up to `count` groups in order, fewer if they are large.
@@ -151,7 +153,7 @@ class Queue:
         leased: list[LeasedGroup] = []
         num_bytes = 0
         # Once for a lease: read again for each group, 2048 waiting ones took the store's thread a quarter of a second.
-        waiting = {} if self.turns.is_plain else horizon.pending_arrivals(connection)
+        waiting = {} if self.site_order.is_plain else horizon.pending_arrivals(connection)
         superseded_s = functools.cache(
             functools.partial(horizon.superseded_s, connection, reach=self.config.max_staleness_versions + 1, now=now)
         )
@@ -200,20 +202,20 @@ class Queue:
         bound = self.config.max_staleness_versions
         count, first_version = horizon.next_lease(connection, head=head, bound=bound, count=count)
         first_version = max(first_version, oldest)
-        if self.turns.is_plain or count < 1:
+        if self.site_order.is_plain or count < 1:
             return horizon.oldest_pending(connection, count, first_version=first_version)
         firsts = {arrivals[0]: key for key, arrivals in waiting.items() if arrivals and key[1] >= first_version}
         ranks = self._ranks(connection, firsts) if firsts else {}
         if not ranks:
             return []
-        arrival = ranks[self.turns.next(ranks)][-1]
+        arrival = ranks[self.site_order.next(ranks)][-1]
         waiting[firsts[arrival]].popleft()
         return horizon.pending_at(connection, arrival)
 
     def _ranks(self, connection: Connection, firsts: Mapping[int, tuple[str, int]]) -> dict[str, tuple[int, ...]]:
         """Each site's smallest rank.
         Under `newest` of the groups within the window, or of those behind it."""
-        if self.turns.order != "newest":
+        if self.site_order.order != "newest":
             return _best((site, (version, arrival)) for arrival, (site, version) in firsts.items())
         taken = horizon.newest_taken(connection)
         floor = taken - self.config.max_staleness_versions // 2
@@ -223,7 +225,7 @@ class Queue:
             for arrival, (site, version) in firsts.items()
             if version >= floor
         )
-        return late if self.turns.is_late_next(has_late=bool(late), has_others=bool(others)) else others
+        return late if self.site_order.is_late_next(has_late=bool(late), has_others=bool(others)) else others
 
     def _oldest_usable(self, connection: Connection, *, head: int, now: float) -> int:
         config = self.config

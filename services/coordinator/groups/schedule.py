@@ -132,7 +132,7 @@ def choose_prompts(
             seen = connection.execute("SELECT mean FROM prompts WHERE prompt_index = ?", (prompt,)).fetchone()
         # A draw in [0, 1), the same after a restart.
         draw = _hash(f"explore/{seed}/{number}") / 2.0**64
-        if seen is None or band_of(seen[0], config) == IN_WINDOW or draw < config.explore:
+        if seen is None or band_of(seen[0], config) == IN_WINDOW or draw < config.outside_share:
             chosen.append((number, prompt))
             passed = 0
         else:

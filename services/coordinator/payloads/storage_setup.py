@@ -45,7 +45,7 @@ async def open_payloads(
         files = await asyncio.to_thread(
             BlobStore,
             config.data_dir,
-            store_bytes=config.store_bytes,
+            payload_space_bytes=config.payload_space_bytes,
             max_payload_bytes=config.max_payload_bytes,
             make_room=make_room,
             on_full=on_full,
@@ -76,7 +76,7 @@ async def _open_bucket(
     storage = BucketStorage(
         objects,
         await objects.sizes(),
-        store_bytes=config.store_bytes,
+        payload_space_bytes=config.payload_space_bytes,
         make_room=make_room,
         on_kept=lambda digest: cache.note(digest),
         on_gone=lambda digest: cache.forget(digest),
@@ -84,7 +84,7 @@ async def _open_bucket(
     files = await asyncio.to_thread(
         CacheFiles,
         config.data_dir,
-        store_bytes=payloads.cache_bytes,
+        payload_space_bytes=payloads.cache_bytes,
         max_payload_bytes=config.max_payload_bytes,
         bound="payloads.cache_bytes",
         make_room=lambda missing_bytes: cache.make_room(missing_bytes),

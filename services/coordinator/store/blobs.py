@@ -63,20 +63,20 @@ class BlobStore:
         self,
         root: Path,
         *,
-        store_bytes: int,
+        payload_space_bytes: int,
         max_payload_bytes: int,
-        bound: str = "store_bytes",
+        bound: str = "payload_space_bytes",
         make_room: Callable[[int], Awaitable[None]],
         on_full: Callable[[], None],
         on_failed: Callable[[str], object],
         storage: PayloadStorage | None = None,
     ) -> None:
-        """Open the directory; `bound` is the key of `store_bytes` in errors.
+        """Open the directory; `bound` is the key of `payload_space_bytes` in errors.
         `make_room` gets the missing bytes before an upload is refused; `on_full` is called when the disk is full.
         `on_failed` gets the reason when it failed and the process must end, also without a caller, from any thread."""
         self._storage = storage or PayloadStorage()
         self._blobs, self._partial, self._damaged = (root / name for name in ("blobs", "partial", "damaged"))
-        self._store_bytes, self._bound = store_bytes, bound
+        self._space_bytes, self._bound = payload_space_bytes, bound
         self._max_payload_bytes = max_payload_bytes
         self._locks = Locks()
         self._held: Counter[Digest] = Counter()
@@ -263,13 +263,13 @@ class BlobStore:
 
     async def _reserve(self, num_bytes: int) -> None:
         await self._storage.reserve(num_bytes)
-        missing = self._used + num_bytes - self._store_bytes
+        missing = self._used + num_bytes - self._space_bytes
         missing -= await self.drop_damaged(missing)
         if missing > 0:
             await self._make_room(missing)
-        if self._used + num_bytes > self._store_bytes:
+        if self._used + num_bytes > self._space_bytes:
             raise StoreFull(
-                f"{num_bytes} more bytes of payloads would exceed {self._bound} = {self._store_bytes};"
+                f"{num_bytes} more bytes of payloads would exceed {self._bound} = {self._space_bytes};"
                 f" {self._used} are used and nothing more can be deleted now",
                 action=f"raise {self._bound} at the coordinator, or repeat after the stated delay",
                 retry_after_s=30.0,

@@ -59,7 +59,7 @@ class CacheFiles(BlobStore):
 
     def missing_bytes(self, num_bytes: int) -> int:
         """Bytes beyond the bound after adding `num_bytes`; 0 or less: they fit."""
-        return self._used + num_bytes - self._store_bytes
+        return self._used + num_bytes - self._space_bytes
 
     async def take(self, scratch: Path, *, digest: Digest, num_bytes: int) -> bool:
         """Adopt a fetched file; returns whether its digest is right.

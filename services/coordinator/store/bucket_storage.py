@@ -290,7 +290,7 @@ class BucketStorage(PayloadStorage):
     objects: Objects
     sizes: dict[Digest, int]
     _: KW_ONLY
-    store_bytes: int
+    payload_space_bytes: int
     make_room: Callable[[int], Awaitable[None]]
     on_kept: Callable[[Digest], None]
     on_gone: Callable[[Digest], None]
@@ -307,14 +307,14 @@ class BucketStorage(PayloadStorage):
 
     async def reserve(self, num_bytes: int) -> None:
         """Make room for a payload; concurrent ones may exceed the bound."""
-        missing = self.used_bytes + num_bytes - self.store_bytes
+        missing = self.used_bytes + num_bytes - self.payload_space_bytes
         if missing > 0:
             await self.make_room(missing)
-        if self.used_bytes + num_bytes > self.store_bytes:
+        if self.used_bytes + num_bytes > self.payload_space_bytes:
             raise StoreFull(
-                f"{num_bytes} more bytes of payloads would exceed store_bytes = {self.store_bytes};"
+                f"{num_bytes} more bytes of payloads would exceed payload_space_bytes = {self.payload_space_bytes};"
                 f" {self.used_bytes} are in the bucket and nothing more can be deleted now",
-                action="raise store_bytes at the coordinator, or repeat after the stated delay",
+                action="raise payload_space_bytes at the coordinator, or repeat after the stated delay",
                 retry_after_s=30.0,
             )
 

@@ -59,7 +59,8 @@ class DiskSpace:
             return self._postgres_problem
         return (
             f"the disk of {self._directory.resolve()} is full, {self._usage()[1]} bytes are free: free space there, or"
-            " lower store_bytes or merged_bytes; nothing acknowledged is lost, and the run goes on when there is room"
+            " lower payload_space_bytes or merged_bytes; nothing acknowledged is lost, and the run goes on when there"
+            " is room"
         )
 
     @property

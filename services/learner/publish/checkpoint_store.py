@@ -37,7 +37,7 @@ from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, file_digest
 from heterorl.learner.backends.ranks.sharded_weights import VersionEngine
 from heterorl.learner.backends.train_backend import TrainBackend, Weights, read_snapshot, write_snapshot
-from heterorl.learner.publish.version_payloads import Encoded, Position
+from heterorl.learner.publish.version_payloads import Encoded, PublishedHead
 
 CURSOR_FORMAT = 1
 _GROUP = ("site", "incarnation", "sequence")
@@ -82,7 +82,7 @@ class Cursor:
 
 def cursor_of(
     encoded: Encoded,
-    position: Position,
+    position: PublishedHead,
     *,
     consumed: Sequence[GroupId],
     reports: Sequence[StepReport],
@@ -142,7 +142,7 @@ def cursor_from_bytes(data: bytes) -> Cursor:
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
-class Begun:
+class UnfinishedCheckpoint:
     """A checkpoint of a step's end that is still to be written."""
 
     version: int
@@ -160,7 +160,7 @@ class CheckpointStore:
         self._unreadable: set[Path] = set()
         make_directory(root)
 
-    def begin(self, version: int, backend: TrainBackend) -> Begun:
+    def begin(self, version: int, backend: TrainBackend) -> UnfinishedCheckpoint:
         """Take a backend's state for the checkpoint of a version.
         The next step may then begin. After DiskFull all checkpoints are as before."""
         temporary = self._root / f"writing-v{version:08d}"
@@ -168,13 +168,13 @@ class CheckpointStore:
             _remove(temporary)
             (temporary / BACKEND_DIRECTORY).mkdir(parents=True)
             save = backend.freeze(temporary / BACKEND_DIRECTORY)
-        return Begun(version=version, directory=temporary, save=save)
+        return UnfinishedCheckpoint(version=version, directory=temporary, save=save)
 
     def write(
         self,
         cursor: Cursor,
         *,
-        begun: Begun,
+        begun: UnfinishedCheckpoint,
         arena: Weights,
         snapshot: Path | None,
         scales: Mapping[str, Arena] = MappingProxyType({}),
@@ -212,7 +212,7 @@ class CheckpointStore:
             _remove(old)
         return final
 
-    def write_published(self, begun: Begun, weights: Weights) -> None:
+    def write_published(self, begun: UnfinishedCheckpoint, weights: Weights) -> None:
         """Write published weights that all ranks hold, while they take part."""
         with room(self._root):
             write_snapshot(begun.directory / PUBLISHED_FILE, weights)

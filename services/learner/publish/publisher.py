@@ -36,14 +36,14 @@ from heterorl.common.wire.policy_messages import manifest_digest
 from heterorl.learner.backends.ranks.sharded_weights import ShardedArena, source_of
 from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of, whole_of
 from heterorl.learner.checks.replay import Canary
-from heterorl.learner.publish.checkpoint_store import Begun, CheckpointStore, Cursor, cursor_of
+from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor, UnfinishedCheckpoint, cursor_of
 from heterorl.learner.publish.quantised_variants import EncodedVariant, QuantisedVariant, Variants
 from heterorl.learner.publish.training_log import TrainingLog
-from heterorl.learner.publish.version_payloads import Encoded, Position, commit, encode_version, upload_all
+from heterorl.learner.publish.version_payloads import Encoded, PublishedHead, commit, encode_version, upload_all
 from heterorl.learner.step_metrics import observe_version
 
 _LOG = logging.getLogger(__name__)
-_NOWHERE = Position(head_version=NO_VERSION, lineage_version=NO_VERSION, lineage_digest="", shadow=None)
+_NOWHERE = PublishedHead(head_version=NO_VERSION, lineage_version=NO_VERSION, lineage_digest="", shadow=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -60,7 +60,7 @@ class Draft:
     arena: Weights
     canary: tuple[float, ...]
     forms: tuple[QuantisedVariant, ...]
-    begun: Begun | None
+    begun: UnfinishedCheckpoint | None
     encoded: Encoded | None = None
 
 
@@ -86,7 +86,7 @@ class Publisher:
     threads: int = 1
     """Chunks of weights that are coded at once."""
     variants: Variants | None = None
-    position: Position = _NOWHERE
+    position: PublishedHead = _NOWHERE
     is_undecided: bool = False
     """Whether a version was sent whose commit is not known."""
     needs_checkpoint: bool = False
@@ -305,7 +305,7 @@ class Publisher:
         old = self.position.shadow
         # The old shadow becomes the next staging arena: two arenas, however many versions.
         self._spare = old if isinstance(old, Arena) and old.layout.layout_id == self.layout.layout_id else None
-        self.position = Position(
+        self.position = PublishedHead(
             head_version=encoded.manifest.version,
             lineage_version=encoded.manifest.version,
             lineage_digest=manifest_digest(encoded.manifest_bytes),

@@ -26,7 +26,7 @@ from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
 from heterorl.learner.backends.train_backend import whole_of
 from heterorl.learner.checks.replay import Canary
-from heterorl.learner.publish.version_payloads import Encoded, Position, PublishedVersions, encode_version
+from heterorl.learner.publish.version_payloads import Encoded, PublishedHead, PublishedVersions, encode_version
 
 _LOG = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ class Variants:
             for path in (self.directory / name).glob("v[0-9]*"):
                 path.unlink()
 
-    async def align(self, position: Position) -> None:
+    async def align(self, position: PublishedHead) -> None:
         """Bring each variant to the version that the next one follows.
         Raises UntrustedVersion if no trusted key signed the variant's version."""
         for name in self.layouts:
@@ -126,7 +126,7 @@ class Variants:
         return tuple(found)
 
     def encode(
-        self, position: Position, quantised: Sequence[QuantisedVariant], *, step: int, with_snapshot: bool
+        self, position: PublishedHead, quantised: Sequence[QuantisedVariant], *, step: int, with_snapshot: bool
     ) -> tuple[EncodedVariant, ...]:
         """Encode each variant; runs in a thread."""
         found = []
@@ -183,7 +183,7 @@ class Variants:
         dequantise(arena, whole, name)
         return whole
 
-    async def _restore(self, name: Variant, position: Position) -> Form:
+    async def _restore(self, name: Variant, position: PublishedHead) -> Form:
         version = position.lineage_version
         if version == NO_VERSION:
             return _NEW

@@ -27,7 +27,7 @@ from heterorl.learner.backends.train_backend import Weights, write_delta, write_
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Position:
+class PublishedHead:
     """The run's position as the coordinator has acknowledged it.
 
     `lineage_version` is the version that the next one follows: the head, or an older one when the versions in between
@@ -56,7 +56,7 @@ class Encoded:
 
 
 def encode_version(
-    position: Position,
+    position: PublishedHead,
     arena: Weights,
     *,
     directory: Path,

@@ -52,7 +52,7 @@ from heterorl.learner.publish.checkpoint_store import (
     read_checkpoint,
 )
 from heterorl.learner.publish.publisher import Publisher
-from heterorl.learner.publish.version_payloads import Position, PublishedVersions
+from heterorl.learner.publish.version_payloads import PublishedHead, PublishedVersions
 from heterorl.learner.run.state_directory import EPOCHS_FILE
 
 _LOG = logging.getLogger(__name__)
@@ -302,7 +302,7 @@ class Resumption:
 
     async def _continue(self, cursor: Cursor, arena: Weights, head: int) -> int:
         data = await self._own_manifest(head, cursor)
-        self.publisher.position = Position(
+        self.publisher.position = PublishedHead(
             head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
         )
         if self.publisher.training_log.last_version < head:
@@ -314,7 +314,7 @@ class Resumption:
         shadow = (
             None if is_rollback or cursor.parent_version == NO_VERSION else await self._shadow_of(cursor.parent_version)
         )
-        self.publisher.position = Position(
+        self.publisher.position = PublishedHead(
             head_version=cursor.parent_version,
             lineage_version=cursor.lineage_version,
             lineage_digest=await self.published.digest(cursor.lineage_version),
@@ -339,7 +339,7 @@ class Resumption:
             committed + 1,
             head,
         )
-        self.publisher.position = Position(
+        self.publisher.position = PublishedHead(
             head_version=head,
             lineage_version=committed,
             lineage_digest=manifest_digest(await self._own_manifest(committed, cursor)),
@@ -351,7 +351,7 @@ class Resumption:
 
     async def _start(self, head: int) -> int:
         _LOG.info("run %s begins", self.publisher.run_id)
-        self.publisher.position = Position(head_version=head, lineage_version=head, lineage_digest="", shadow=None)
+        self.publisher.position = PublishedHead(head_version=head, lineage_version=head, lineage_digest="", shadow=None)
         staged = await self.publisher.stage(self.backend)
         await self.publisher.publish(staged, step=0, saved_by=self.backend)
         return 0
@@ -389,7 +389,7 @@ class Resumption:
         arena = await self.published.rebuild(data)
         await in_thread(self.backend.load_published, arena)
         self.publisher.needs_checkpoint = True
-        self.publisher.position = Position(
+        self.publisher.position = PublishedHead(
             head_version=head, lineage_version=head, lineage_digest=manifest_digest(data), shadow=arena
         )
         return step

@@ -56,7 +56,7 @@ class GenerationLoop:
     def __post_init__(self) -> None:
         self.outbox, self.clock, self.bell = self.session.outbox, self.session.clock, self.session.bell
         self.outbox_writer = OutboxWriter(
-            outbox=self.outbox, delay=self.config.delay, seed=self.config.seed, clock=self.clock, now=self.now,
+            outbox=self.outbox, delay=self.config.delay, seed=self.config.delay_seed, clock=self.clock, now=self.now,
             rng=self.session.rng, numbering=self.session.numbering,
         )  # fmt: skip
         # Rings at events of groups in flight; the sampler's other loops need not wake for every completion.

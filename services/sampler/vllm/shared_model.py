@@ -55,7 +55,7 @@ class SharedModel:
         sampling: SamplingSemantics,
         weights_dir: Path,
         lora: LoraConfig = ALL_WEIGHTS,
-        canary_device: str = "cpu",
+        swap_check_device: str = "cpu",
     ) -> None:
         """Load the model on the CPU; the reference keeps no own weights.
 
@@ -63,7 +63,7 @@ class SharedModel:
         """
         self.model_dir = model_dir
         self.sampling = sampling
-        self._canary_device = canary_device
+        self._swap_check_device = swap_check_device
         self.model = load_pretrained(model_dir, dtype=tensors.TORCH_DTYPE[published_dtype]).eval()
         self.room = token_limits_of(self.model.config)
         self.lora = lora.settings(base_digest(self.model) if lora.is_on else Digest(""))
@@ -94,7 +94,7 @@ class SharedModel:
         """The version's file, from the first reader's entry to the last's exit."""
         with self._writing:
             if not self._num_readers:
-                self._reference = self._reference or Reference(self.model, self.layout, device=self._canary_device)
+                self._reference = self._reference or Reference(self.model, self.layout, device=self._swap_check_device)
                 self._known = {}
                 try:
                     self.weights.write(arena)

@@ -1,9 +1,9 @@
 """Engine `vllm`: a process whose weights are swapped in place.
 
     load   weights file -> pause -> every worker's `load_arena_file` -> version label, new salt of the prefix cache
-           -> resume -> canary against the reference
+           -> resume -> check against the reference
 
-Generation needs a canary that agrees. Without it `version` is -1, `submit` refuses, requests in flight are dropped,
+Generation needs a swap check that agrees. Without it `version` is -1, `submit` refuses, requests in flight are dropped,
 and the next `load` starts a new process from a whole model directory, unless `restart` has started one. No request
 begins with keys and values of another version; requests in flight during a swap keep theirs. Weights travel as a
 safetensors file in a directory that only this user can read. A completion's random stream depends only on the
@@ -38,7 +38,7 @@ _COMPUTE: dict[ComputeDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp1
 TOLERANCE: dict[ComputeDtype, float] = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1}
 """Mean log-prob difference from the reference that rounding explains, nats."""
 NUM_URGENT = 8
-"""Canary requests that run in addition to a full batch."""
+"""Swap check requests that run in addition to a full batch."""
 
 
 class VllmEngine:
@@ -80,7 +80,7 @@ class VllmEngine:
         self._failure: EngineError | None = None
         self.name = f"vllm-{package.__version__}"
         self.dtype: str = settings.compute_dtype
-        self.canary_difference = 0.0
+        self.swap_check_difference = 0.0
         self.max_running = settings.batch_rows
         self.max_model_len = source.longest(settings.max_model_len)
         self._room = replace(source.room, positions=self.max_model_len, key="engine.max_model_len")
@@ -95,7 +95,7 @@ class VllmEngine:
     def load(self, arena: Arena, version: int) -> None:
         """Swap the weights; requests in flight use them from their next token.
 
-        `collect` returns completions of the meantime only if the canary agrees; else StaleWeights.
+        `collect` returns completions of the meantime only if the swap check agrees; else StaleWeights.
         """
         # A full disk leaves the engine with its weights.
         with self.source.written(arena):
@@ -152,7 +152,7 @@ class VllmEngine:
                     self._epoch != epoch
                     or self._failure
                     or not self._num_open
-                    # Completions of a swap are returned only after its canary agreed.
+                    # Completions of a swap are returned only after its check agreed.
                     or (self._ended and not self._is_loading)
                 )
             )
@@ -252,7 +252,7 @@ class VllmEngine:
 
     def _check(self, arena: Arena, version: int) -> None:
         room = self.max_model_len - weight_canary.NUM_NEW_TOKENS
-        prompts = weight_canary.canary_prompts(self.source.room.vocab_size, max_length=room)
+        prompts = weight_canary.check_prompts(self.source.room.vocab_size, max_length=room)
         forced = drawing(
             self._sampling, seed=weight_canary.SEED, max_tokens=weight_canary.NUM_NEW_TOKENS, prompt_logprobs=0
         )
@@ -267,8 +267,8 @@ class VllmEngine:
             for sequence, output, one in zip(sequences, outputs, drawn, strict=True)
         ]
         expected = self.source.expected(arena, sequences, [prompt.size for prompt in prompts])
-        self.canary_difference = weight_canary.check(computed, expected, version=version, tolerance=self._tolerance)
-        _LOG.debug("the canary of version %d differs by %.2g", version, self.canary_difference)
+        self.swap_check_difference = weight_canary.check(computed, expected, version=version, tolerance=self._tolerance)
+        _LOG.debug("the swap check of version %d differs by %.2g", version, self.swap_check_difference)
 
     def _alive(self) -> VllmProcess:
         if self._process is None:
@@ -278,7 +278,7 @@ class VllmEngine:
 
 def tolerance(settings: VllmEngineConfig) -> float:
     """Largest mean difference of a sequence from the reference, nats."""
-    return settings.canary_tolerance or TOLERANCE[settings.compute_dtype]
+    return settings.swap_check_tolerance or TOLERANCE[settings.compute_dtype]
 
 
 def engine_arguments(settings: VllmEngineConfig, *, max_model_len: int, logprobs_mode: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The canary of a swap: engine log-probs against a float32 forward.
+"""The check of a swap: engine log-probs against a float32 forward.
 
 A partial swap raises no error in an engine; it shows in its log-probs. The reference is the Hugging Face model in
 float32. It takes one module's weights at a time from the arena. So it needs no copy of the model and reads each weight
@@ -29,7 +29,7 @@ NUM_NEW_TOKENS = 8
 SEED = 20_011
 
 
-def canary_prompts(vocab_size: int, *, max_length: int) -> list[Int32Array]:
+def check_prompts(vocab_size: int, *, max_length: int) -> list[Int32Array]:
     """Random token ids, the same at every call."""
     rng = np.random.default_rng(SEED)
     return [rng.integers(0, vocab_size, min(length, max_length)).astype(np.int32) for length in PROMPT_LENGTHS]

@@ -83,6 +83,13 @@ def test_every_wrong_key_is_named_at_every_depth(tmp_path):
         (SamplerConfig, "engine.device=gpu", "engine.device: 'gpu' is not cpu, cuda or cuda:N"),
         (SamplerConfig, "engine.kind=vlm", "engine.kind: 'vlm' is none of hf, vllm; did you mean vllm?"),
         (SamplerConfig, "engine.hf.device=cpu", "engine.hf: unknown key"),
+        (
+            SamplerConfig,
+            "engine={kind='vllm', canary_device='cpu'}",
+            "engine.canary_device: unknown key; did you mean engine.swap_check_device?",
+        ),
+        (SamplerConfig, "seed=3", "seed: unknown key; did you mean delay_seed?"),
+        (LearnerConfig, "seed=3", "seed: unknown key; did you mean task.seed or"),
         (SamplerConfig, "engin.device=cpu", "engin: unknown key; did you mean engine?"),
         (SamplerConfig, "delay.kind=fixd", "delay.kind: 'fixd' is none of "),
         (SamplerConfig, "site='a b'", "site: 'a b' is not a name of up to 64 letters"),
@@ -91,7 +98,13 @@ def test_every_wrong_key_is_named_at_every_depth(tmp_path):
         (SamplerConfig, "trusted_keys=['x']", "trusted_keys[0]: 'x' is not a public key as"),
         (SamplerConfig, "task=3", "task: must be a table, is 3"),
         (CoordinatorConfig, "max_staleness_versions='8'", "max_staleness_versions: must be a whole number, is '8'"),
-        (CoordinatorConfig, "store_bytes=5", "store_bytes: must be at least 1048576, is 5"),
+        (
+            CoordinatorConfig,
+            "difficulty.explore=1",
+            "difficulty.explore: unknown key; did you mean difficulty.outside_share?",
+        ),
+        (CoordinatorConfig, "store_bytes=5", "store_bytes: unknown key; did you mean payload_space_bytes?"),
+        (CoordinatorConfig, "payload_space_bytes=5", "payload_space_bytes: must be at least 1048576, is 5"),
         (
             LearnerConfig,
             "loss={kind='grpo', kl_coefficient=0}",

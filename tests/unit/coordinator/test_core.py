@@ -608,7 +608,7 @@ async def test_uploads_resume_verify_and_respect_limits(core, run, tmp_path):
         await core.upload_payload(
             epoch=run.epoch, digest=Digest("2" * 64), num_bytes=1 << 40, offset=0, frames=frames(b"")
         )
-    core.blobs._store_bytes = 3000
+    core.blobs._space_bytes = 3000
     with pytest.raises(StoreFull):
         await core.upload_payload(
             epoch=run.epoch, digest=Digest("2" * 64), num_bytes=9000, offset=0, frames=frames(data)

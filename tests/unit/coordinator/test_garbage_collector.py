@@ -235,14 +235,14 @@ async def test_full_quota_deletes_before_it_refuses_and_names_its_key(tmp_path):
         for _ in range(12):
             await run.publish(snapshot=True, lineage_version=run.head)
         used = core.blobs.used_bytes
-        core.blobs._store_bytes = used + 1000
+        core.blobs._space_bytes = used + 1000
         await core.collector._verify_newest("")
         await run.publish(snapshot=True, lineage_version=run.head)
         assert core.blobs.used_bytes < used
         assert (await core.get_status()).reclaimed_bytes > 0
 
-        core.blobs._store_bytes = 1000
-        with pytest.raises(StoreFull, match=r"store_bytes = 1000.* nothing more can be deleted"):
+        core.blobs._space_bytes = 1000
+        with pytest.raises(StoreFull, match=r"payload_space_bytes = 1000.* nothing more can be deleted"):
             await run.publish(snapshot=True, lineage_version=run.head)
 
 

@@ -22,7 +22,7 @@ from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.export import export_model
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor
-from heterorl.learner.publish.version_payloads import Position, encode_version
+from heterorl.learner.publish.version_payloads import PublishedHead, encode_version
 from heterorl.learner.train.backend_config import TorchBackendConfig
 from tests.support.adapters import merge
 from tests.support.families import write_family
@@ -53,7 +53,7 @@ def _checkpoint(state_dir, base, *, dtype="bf16", scale=1.5, published=None, lor
                 parameter.add_(0.01 if lora else 0)
     arena = Arena(backend.layout)
     backend.store(arena)
-    position = Position(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
+    position = PublishedHead(head_version=-1, lineage_version=-1, lineage_digest="", shadow=None)
     (state_dir / "payloads").mkdir(parents=True)
     encoded = encode_version(
         position, arena, directory=state_dir / "payloads", run_id="run", epoch=1, step=0, with_snapshot=False

@@ -51,7 +51,7 @@ def test_curves_of_a_step_are_shown_and_parts_that_are_gone_are_not():
 
     assert [shown("completion_tokens", stat=stat) for stat in ("mean", "p95", "max", "low_reward")] == [5, 7.5, 8, 4]
     assert math.isnan(shown("completion_tokens", stat="high_reward"))
-    assert (shown("truncated_ratio"), shown("uniform_groups_ratio")) == (0.25, 0.5)
+    assert (shown("truncated_ratio"), shown("equal_reward_groups_ratio")) == (0.25, 0.5)
     assert shown("reward_part_mean", part="right") == 0.75
     assert shown("site_tokens_total", site="eu-1") == tokens + 20
     observe_step(

@@ -22,7 +22,7 @@ from tests.support.limits import WAIT_S
 UNITS = ("_seconds", "_bytes", "_per_second", "_versions", "_groups", "_nats", "_ratio", "_total", "_version", "_epoch",
          "_info", "_assignments")  # fmt: skip
 WITHOUT_UNIT = {
-    "heterorl_learner_loss", "heterorl_learner_reward_mean", "heterorl_learner_iw_variance",
+    "heterorl_learner_loss", "heterorl_learner_reward_mean", "heterorl_learner_importance_weight_variance",
     "heterorl_learner_grad_norm", "heterorl_learner_learning_rate", "heterorl_coordinator_ledger_balanced", "heterorl_coordinator_draining",
     "heterorl_coordinator_site_quarantined", "heterorl_coordinator_site_stopped", "heterorl_coordinator_standstill", "heterorl_coordinator_disk_refuses",
     "heterorl_learner_steps_without_signal", "heterorl_coordinator_evaluation_reward_mean",

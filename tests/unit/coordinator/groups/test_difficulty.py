@@ -14,7 +14,7 @@ from heterorl.coordinator.groups.schedule import MAX_PASSED, band_of, note_rewar
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, Run, credits_of, rollout
 
-WINDOW = DifficultyConfig(explore=0.1, low=0.25, high=0.75)
+WINDOW = DifficultyConfig(outside_share=0.1, low=0.25, high=0.75)
 PROMPTS = CONTRACT.num_prompts
 
 
@@ -100,7 +100,7 @@ async def test_second_pass_hands_out_what_teaches_and_a_little_of_the_rest_also_
 
 
 async def test_site_gets_work_when_no_prompt_is_inside(tmp_path):
-    core = await opened(tmp_path, difficulty=DifficultyConfig(explore=0.0, low=5.0, high=6.0))
+    core = await opened(tmp_path, difficulty=DifficultyConfig(outside_share=0.0, low=5.0, high=6.0))
     run = await started(core, tmp_path)
     await one_pass(core, run, await run.lease(PROMPTS))
 

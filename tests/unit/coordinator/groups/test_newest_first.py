@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from heterorl.common.types.rollout import DropReason
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups.queue import LATE_EVERY, Turns, newest_first
+from heterorl.coordinator.groups.queue import LATE_EVERY, SiteOrder, newest_first
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run, credits_of
 
@@ -39,7 +39,7 @@ def test_rank_and_window_are_the_published_rule(waiting, newest_taken, bound):
 
 
 def test_a_share_bounds_a_site_under_newest_first_too():
-    turns = Turns(order="newest", share=0.25, window=8)
+    turns = SiteOrder(order="newest", share=0.25, window=8)
     # One site has newer groups than all others.
     ranks = {"loud": (0, -9, 1), "b": (1, 0, 2), "c": (1, 0, 3), "d": (1, 0, 4)}
     served = [turns.next(ranks) for _ in range(20)]
@@ -148,7 +148,7 @@ def test_no_group_is_older_than_the_bound_when_it_is_taken(data):
     # Of the rule alone: heads move on, versions come with any lag, the bound is kept where groups are leased.
     bound = data.draw(st.integers(0, 12))
     taken, head, waiting, passed = -1, 0, [], 0
-    turns = Turns(order="newest", share=1.0, window=1)
+    turns = SiteOrder(order="newest", share=1.0, window=1)
     for arrival in range(60):
         head += data.draw(st.integers(0, 1))
         waiting.append((max(0, head - data.draw(st.integers(0, bound))), arrival))

@@ -12,7 +12,7 @@ from heterorl.common.wire.sealed_groups import seal
 from heterorl.coordinator import run_metrics
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups.queue import Turns
+from heterorl.coordinator.groups.queue import SiteOrder
 from heterorl.coordinator.groups.schedule import decide_grant
 from heterorl.coordinator.sites.quotas import MAX_WAIT_S, Quotas, Rate, level_at, wait_s
 from heterorl.sampler.outbox.delivery import settle
@@ -103,14 +103,14 @@ def serve(turns, waiting, count):
 
 
 def test_plain_turns_serve_the_oldest_policy():
-    turns = Turns(order="oldest", share=1.0, window=8)
+    turns = SiteOrder(order="oldest", share=1.0, window=8)
 
     assert turns.is_plain
     assert serve(turns, {"loud": 6, "b": 2}, 8) == ["loud"] * 6 + ["b"] * 2
 
 
 def test_share_bounds_a_site_while_others_have_groups_and_only_then():
-    turns = Turns(order="oldest", share=0.25, window=8)
+    turns = SiteOrder(order="oldest", share=0.25, window=8)
 
     served = serve(turns, {"loud": 100, "b": 6, "c": 6, "d": 6}, 40)
     # At most 2 of any 8 in a row while the others have groups; afterwards nobody waits for nothing.
@@ -119,14 +119,14 @@ def test_share_bounds_a_site_while_others_have_groups_and_only_then():
 
 
 def test_share_that_cannot_be_kept_is_an_equal_one():
-    served = serve(Turns(order="oldest", share=0.25, window=8), {"loud": 100, "b": 20}, 40)
+    served = serve(SiteOrder(order="oldest", share=0.25, window=8), {"loud": 100, "b": 20}, 40)
 
     assert abs(served.count("loud") - 20) <= 1
 
 
 @given(share=st.floats(0.01, 1.0), waiting=st.dictionaries(st.sampled_from("abcdef"), st.integers(1, 12), min_size=1))
 def test_turns_never_idle_and_keep_the_share(share, waiting):
-    turns = Turns(order="oldest", share=share, window=6)
+    turns = SiteOrder(order="oldest", share=share, window=6)
     left, recent = dict(waiting), []
     for _ in range(sum(waiting.values())):
         oldest = {site: (ord(site), count) for site, count in left.items() if count}

@@ -33,7 +33,7 @@ MAX_BYTES = 1 << 20
 
 
 def store(path, **changes):
-    return open_blobs(path, **{"store_bytes": 1 << 30, "max_payload_bytes": MAX_BYTES} | changes)
+    return open_blobs(path, **{"payload_space_bytes": 1 << 30, "max_payload_bytes": MAX_BYTES} | changes)
 
 
 def digest_of(data):
@@ -134,7 +134,7 @@ async def test_offsets_outside_the_content_are_refused(tmp_path):
 
 
 async def test_wrong_content_is_discarded_and_its_bytes_are_free_again(tmp_path):
-    blobs = store(tmp_path, store_bytes=100)
+    blobs = store(tmp_path, payload_space_bytes=100)
     for _ in range(5):
         with pytest.raises(DigestMismatch):
             await append(blobs, b"x" * 60, digest=Digest("1" * 64))
@@ -143,7 +143,7 @@ async def test_wrong_content_is_discarded_and_its_bytes_are_free_again(tmp_path)
 
 
 async def test_uploads_side_by_side_share_what_is_left(tmp_path):
-    blobs = store(tmp_path, store_bytes=100)
+    blobs = store(tmp_path, payload_space_bytes=100)
     results = await asyncio.gather(
         *(append(blobs, bytes([number]) * 60) for number in range(3)), return_exceptions=True
     )
@@ -152,7 +152,7 @@ async def test_uploads_side_by_side_share_what_is_left(tmp_path):
 
 
 async def test_broken_link_keeps_what_arrived_and_counts_it(tmp_path):
-    blobs = store(tmp_path, store_bytes=100)
+    blobs = store(tmp_path, payload_space_bytes=100)
     data = b"z" * 90
     with pytest.raises(ConnectionError):
         await blobs.append(digest=digest_of(data), num_bytes=90, offset=0, frames=broken_link(data[:50]))
@@ -300,7 +300,7 @@ class FailingHome(PayloadStorage):
 @pytest.mark.parametrize("call", ["adopt", "append"])
 async def test_what_its_home_did_not_take_is_offered_again_before_it_is_called_durable(tmp_path, call):
     home = FailingHome()
-    blobs = open_blobs(tmp_path / "store", store_bytes=1 << 30, max_payload_bytes=MAX_BYTES, storage=home)
+    blobs = open_blobs(tmp_path / "store", payload_space_bytes=1 << 30, max_payload_bytes=MAX_BYTES, storage=home)
     data = b"a snapshot that was composed here"
 
     async def attempt():
@@ -334,7 +334,7 @@ class SlowHome(PayloadStorage):
 
 async def test_file_reaches_its_home_although_each_publication_that_needs_it_runs_out_of_time(tmp_path):
     home = SlowHome()
-    blobs = open_blobs(tmp_path / "store", store_bytes=1 << 30, max_payload_bytes=MAX_BYTES, storage=home)
+    blobs = open_blobs(tmp_path / "store", payload_space_bytes=1 << 30, max_payload_bytes=MAX_BYTES, storage=home)
     data = b"a snapshot"
     # The line broke while the bucket took it: all bytes are here.
     uploading = asyncio.create_task(append(blobs, data))
@@ -441,7 +441,7 @@ async def test_deletion_whose_caller_is_cancelled_is_counted(tmp_path, monkeypat
 
 
 async def test_damaged_payloads_count_and_the_oldest_go_where_room_is_missing(tmp_path):
-    blobs = store(tmp_path, store_bytes=250)
+    blobs = store(tmp_path, payload_space_bytes=250)
     texts = [bytes([number]) * 80 for number in range(3)]
     for data in texts[:2]:
         await append(blobs, data)

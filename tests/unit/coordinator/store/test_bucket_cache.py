@@ -71,7 +71,7 @@ def copies(home, tmp_path, monkeypatch):
 
     files = CacheFiles(
         tmp_path,
-        store_bytes=13 * MIB,
+        payload_space_bytes=13 * MIB,
         max_payload_bytes=64 * MIB,
         make_room=make_room,
         storage=home,

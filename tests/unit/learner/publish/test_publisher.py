@@ -33,7 +33,7 @@ from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_t
 from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.training_log import TrainingLog
-from heterorl.learner.publish.version_payloads import MAX_REPAIRS, Position, PublishedVersions, encode_version
+from heterorl.learner.publish.version_payloads import MAX_REPAIRS, PublishedHead, PublishedVersions, encode_version
 from heterorl.learner.run.resume import ResumePlan, Resumption, decide
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.state_directory import read_incarnation
@@ -720,7 +720,7 @@ async def test_pull_refuses_a_state_that_its_manifest_does_not_name(coordinator,
 
 async def test_new_layout_is_published_as_a_snapshot(tmp_path):
     old, new = Arena(LAYOUT), Arena(Layout.build([TensorSpec(name="a", dtype="bf16", shape=(4,))]))
-    position = Position(head_version=3, lineage_version=3, lineage_digest="0" * 64, shadow=old)
+    position = PublishedHead(head_version=3, lineage_version=3, lineage_digest="0" * 64, shadow=old)
 
     encoded = encode_version(position, new, directory=tmp_path, run_id="run", epoch=1, step=1, with_snapshot=False)
 
@@ -747,7 +747,7 @@ def test_delta_gives_way_to_a_snapshot_that_is_not_larger(tmp_path, change, has_
         new.view("a")[:16_000] += rng.integers(1, 20_000, 16_000).astype(np.int16)
     else:
         new.view("a")[::100] += 1
-    position = Position(head_version=3, lineage_version=3, lineage_digest="0" * 64, shadow=old)
+    position = PublishedHead(head_version=3, lineage_version=3, lineage_digest="0" * 64, shadow=old)
 
     encoded = encode_version(
         position, new, directory=tmp_path, run_id="run", epoch=1, step=1, with_snapshot=with_snapshot

@@ -104,13 +104,13 @@ def test_check_refuses_one_old_tensor_and_what_is_not_a_number():
         weight_canary.check([np.full(5, np.nan, np.float32)], truth[:1], version=4, tolerance=1e9)
 
 
-def test_canary_prompts_are_the_same_everywhere_and_fit():
-    prompts = weight_canary.canary_prompts(VOCAB_SIZE, max_length=10)
+def test_check_prompts_are_the_same_everywhere_and_fit():
+    prompts = weight_canary.check_prompts(VOCAB_SIZE, max_length=10)
 
     assert [prompt.size for prompt in prompts] == [3, 9, 10]
     assert all(
         np.array_equal(*pair)
-        for pair in zip(prompts, weight_canary.canary_prompts(VOCAB_SIZE, max_length=10), strict=True)
+        for pair in zip(prompts, weight_canary.check_prompts(VOCAB_SIZE, max_length=10), strict=True)
     )
     assert max(prompt.max() for prompt in prompts) < VOCAB_SIZE
 

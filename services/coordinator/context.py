@@ -7,42 +7,31 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-from heterorl.common.process.clock import Bell, Clock, SlowBell
+from heterorl.common.process.clock import Bell, SlowBell
 from heterorl.common.pull.payload_reader import PayloadReader
-from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.groups.queue import Queue
 from heterorl.coordinator.payloads.backup import Backups
-from heterorl.coordinator.payloads.damage import Damage
 from heterorl.coordinator.payloads.delta_merger import DeltaMerger
-from heterorl.coordinator.payloads.garbage_collector import GarbageCollector
-from heterorl.coordinator.payloads.merged_deltas import MergedDeltas
+from heterorl.coordinator.payloads.garbage_collector import GarbageCollector, Stores
 from heterorl.coordinator.payloads.retention import PullLeases
 from heterorl.coordinator.sites.sites import Sites
-from heterorl.coordinator.store.blobs import BlobStore
-from heterorl.coordinator.store.database import Connection, Database
+from heterorl.coordinator.store.database import Connection
 from heterorl.coordinator.store.disk_space import DiskSpace
-from heterorl.coordinator.store.payload_storage import PayloadCache, PayloadStorage
+from heterorl.coordinator.store.payload_storage import PayloadStorage
 from heterorl.coordinator.versions.lineage import Standing
 
 ResultT = TypeVar("ResultT")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CoordinatorContext:
+@dataclass(kw_only=True, eq=False, repr=False)
+class CoordinatorContext(Stores):
     """The parts of one coordinator. Times are monotonic seconds."""
 
-    config: CoordinatorConfig
-    clock: Clock
-    database: Database
     storage: PayloadStorage
-    blobs: BlobStore
-    cache: PayloadCache
-    merges: MergedDeltas
     merger: DeltaMerger
     leases: PullLeases
     reader: PayloadReader
-    damage: Damage
     collector: GarbageCollector
     disk: DiskSpace
     backups: Backups

@@ -203,7 +203,7 @@ def pull_version(
                 threads=num_threads(config.engine.threads),
                 variant=config.variant,
             )
-            return await puller.pull(version, held=None if is_ahead else held)
+            return await puller.build(version, held=None if is_ahead else held)
 
     asked = config.model_copy(update={"coordinator": address})
     # Deltas lead only forward: an older version starts from a snapshot.

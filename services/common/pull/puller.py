@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from heterorl.common.api import WeightsApi
@@ -260,45 +260,32 @@ def _check_target(plan: PullPlan, layout: Layout) -> None:
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class TrustedPuller:
+class TrustedPuller(Puller):
     """Retries pulls, and builds only versions that a trusted key signed.
 
     It waits while a link is broken; each frame that arrives resets the backoff. Refusals, damage and missing payloads
-    are raised. `base` and `num_streams` are as in Puller.
+    are raised.
     """
 
-    api: WeightsApi
-    spool: Path
-    layout: Layout
+    clock: Clock = field(init=False)
+    on_frame: Callable[[], None] = field(init=False)
     backoff: Backoff
     trust: Trust
-    base: Callable[[], Arena | None] = lambda: None
-    num_streams: int = 1
-    threads: int = 1
-    variant: str = ""
 
     def __post_init__(self) -> None:
-        self._puller = Puller(
-            api=self.api,
-            spool=self.spool,
-            layout=self.layout,
-            clock=self.backoff.clock,
-            base=self.base,
-            num_streams=self.num_streams,
-            threads=self.threads,
-            variant=self.variant,
-            on_frame=self.backoff.reset,
-        )
+        self.clock, self.on_frame = self.backoff.clock, self.backoff.reset
+        super().__post_init__()
 
-    async def pull(self, version: int, *, held: PulledVersion | None = None) -> PulledVersion:
+    async def build(self, version: int, *, held: PulledVersion | None = None) -> PulledVersion:
         """Build a version from `held`; waits for the coordinator as `backoff` does.
 
         Raises:
             UntrustedVersion: no trusted key signed it; not a byte of it was fetched.
-            UnknownVersion, UnknownPayload, CorruptData: as `Puller.pull`.
+            UnknownVersion, UnknownPayload, CorruptData: as `pull`.
         """
-        pull = functools.partial(self._puller.pull, held=held, want_version=version, admit=self._admit)
-        return await self.backoff.retry(pull)
+        return await self.backoff.retry(
+            functools.partial(self.pull, held=held, want_version=version, admit=self._admit)
+        )
 
     async def _admit(self, plan: PullPlan) -> None:
         self.trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)

@@ -225,7 +225,7 @@ class SamplePage:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleList:
-    """One page, perhaps shorter than asked while `next_page` has more to search."""
+    """One page; a full one may be followed by another."""
 
     samples: tuple[SampleSummary, ...]
     next_page: SamplePage | None

@@ -66,14 +66,12 @@ class PushStreams:
         self._converting = asyncio.Semaphore(1)
         self._commits: WeakValueDictionary[Caller, asyncio.Semaphore] = WeakValueDictionary()
 
-    async def outcomes(self, requests: AsyncIterator[Pushed]) -> AsyncIterator[Sequence[PushOutcome]]:
+    async def outcomes(self, requests: Requests) -> AsyncIterator[Sequence[PushOutcome]]:
         """The outcomes of each message's groups, in order.
         Raises RemoteError: a message was refused, after the answers to those before it."""
-        commits = asyncio.Semaphore(COMMITS)
-        if isinstance(requests, Requests):
-            # Messages keep their room until their groups are in the store.
-            requests.settle_by_hand()
-            commits = self._commits.setdefault(requests.holder, commits)
+        # Messages keep their room until their groups are in the store.
+        requests.settle_by_hand()
+        commits = self._commits.setdefault(requests.holder, asyncio.Semaphore(COMMITS))
         arrived: asyncio.Queue[_Sized | None] = asyncio.Queue(READ_AHEAD)
         committing: asyncio.Queue[_Commit | None] = asyncio.Queue(COMMITS)
         reader = asyncio.create_task(_read(requests, arrived))
@@ -82,8 +80,7 @@ class PushStreams:
             while (commit := await committing.get()) is not None:
                 counts, answers = commit
                 outcomes = await answers
-                if isinstance(requests, Requests):
-                    requests.settle(len(counts))
+                requests.settle(len(counts))
                 first = 0
                 for count in counts:
                     if some := outcomes[first : first + count]:
@@ -152,12 +149,10 @@ def _examined(pushes: Sequence[Pushed], contract: Contract, max_prompt_tokens: i
     return [list(islice(arrivals, len(push))) for push in pushes]
 
 
-async def _read(requests: AsyncIterator[Pushed], arrived: asyncio.Queue[_Sized | None]) -> None:
+async def _read(requests: Requests, arrived: asyncio.Queue[_Sized | None]) -> None:
     try:
         async for message in requests:
-            # ByteSize serializes the message, so the size read is taken if it is known.
-            num_bytes = requests.num_bytes if isinstance(requests, Requests) else sum(g.ByteSize() for g in message)
-            await arrived.put((message, num_bytes))
+            await arrived.put((message, requests.num_bytes))
     except Exception:
         # Groups before the error are committed and answered first.
         await arrived.put(None)
@@ -184,9 +179,7 @@ class RolloutServicer(rollout_pb2_grpc.RolloutServiceServicer):
         await self._rollouts.abandon_work(**arguments(request, reason=RETURN_REASON_OF.get(request.reason)))
         return pb.AbandonWorkResponse()
 
-    async def PushGroups(
-        self, request_iterator: AsyncIterator[Any], context: Context
-    ) -> AsyncIterator[pb.PushGroupsResponse]:
+    async def PushGroups(self, request_iterator: Any, context: Context) -> AsyncIterator[pb.PushGroupsResponse]:
         # CallAdmission gives each message as its groups.
         async for outcomes in self._pushes.outcomes(request_iterator):
             for outcome in outcomes:

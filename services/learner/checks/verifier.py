@@ -90,7 +90,7 @@ class RecentVersions:
         if pulled is None:
             earlier = [number for form, number in self._kept if form == variant and number < version]
             held = self._kept[variant, max(earlier)] if earlier else None
-            pulled = await self._puller(variant).pull(version, held=held)
+            pulled = await self._puller(variant).build(version, held=held)
             self._kept[key] = pulled
             _LOG.debug("the verifier pulled version %d%s", version, f" in variant {variant}" if variant else "")
         self._kept.move_to_end(key)

@@ -243,7 +243,7 @@ class PublishedVersions(TrustedPuller):
         version = manifest_from_bytes(data).version
         where = f" in variant {self.variant}" if self.variant else ""
         _LOG.info("version %d%s is pulled from the coordinator", version, where)
-        pulled = await self.pull(version)
+        pulled = await self.build(version)
         # A key may have signed two histories: the next delta starts from these weights and names this manifest.
         if pulled.manifest_digest != manifest_digest(data):
             raise StateMismatch(f"version {version}{where} was rebuilt with another manifest than was shown")

@@ -282,7 +282,7 @@ def test_versions_are_pulled_from_where_the_file_allows(monkeypatch, tmp_path):
         def __init__(self, *, api, **_):
             self.urls = api._connections
 
-        async def pull(self, *_, **__):
+        async def build(self, *_, **__):
             allowed.extend(self.urls.allows(f"https://{host}/payloads/1") for host in ("s3.example", "s4.example"))
 
     monkeypatch.setattr(subject, "TrustedPuller", Puller)

@@ -47,7 +47,7 @@ def trusting(api, run, path, *, variant=""):
 
 async def _forger(world, *, is_held):
     core, run, path = world
-    held = await trusting(core, run, path / "honest").pull(HEAD - 2) if is_held else None
+    held = await trusting(core, run, path / "honest").build(HEAD - 2) if is_held else None
     return Forger(core, path / "forged", target=HEAD, held=held), held
 
 
@@ -58,7 +58,7 @@ async def test_manifest_that_was_judged_is_the_one_that_is_applied(world, is_hel
     api, held = await _forger(world, is_held=is_held)
 
     with pytest.raises(StateMismatch, match=r"another version's manifest"):
-        await trusting(api, run, path, variant=variant).pull(HEAD, held=held)
+        await trusting(api, run, path, variant=variant).build(HEAD, held=held)
 
 
 async def test_way_is_answered_by_place_and_never_by_what_a_manifest_claims(world):
@@ -86,7 +86,7 @@ async def test_what_was_built_is_compared_with_what_was_judged(world, monkeypatc
     monkeypatch.setattr(ManifestChain, "begin", lambda self, plan: None)
     monkeypatch.setattr(ManifestChain, "manifests", forged)
     with pytest.raises(StateMismatch) as refused:
-        await trusting(api, run, path).pull(HEAD, held=held)
+        await trusting(api, run, path).build(HEAD, held=held)
     assert "not have the manifest that was judged" in caplog.text + str(refused.value)
 
 

@@ -58,7 +58,7 @@ async def test_broken_links_are_waited_for_and_each_that_brought_bytes_is_the_fi
             return super().delay_s(asked_s=asked_s)
 
     backoff = Noting(clock=SystemClock(), rng=random.Random(0), base_s=1e-3, cap_s=60.0)
-    pulled = await trusting(api, path, backoff).pull(0)
+    pulled = await trusting(api, path, backoff).build(0)
 
     assert pulled.arena.state_root() == run.roots[0]
     assert api.offsets == [0, 10, 20, 30, 40, 50]
@@ -70,5 +70,5 @@ async def test_version_that_no_trusted_key_signed_is_refused_before_a_byte_is_fe
     backoff = Backoff(clock=SystemClock(), rng=random.Random(0))
 
     with pytest.raises(UnsignedManifest):
-        await trusting(api, path, backoff, "00" * 32).pull(0)
+        await trusting(api, path, backoff, "00" * 32).build(0)
     assert api.offsets == []

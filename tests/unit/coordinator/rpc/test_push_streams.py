@@ -46,8 +46,9 @@ class Messages(Requests):
 
     holder = Caller("sampler eu-1", is_privileged=False, is_proven=True)
 
-    def __init__(self, *messages):
+    def __init__(self, *messages, then=None):
         self.messages, self.num_bytes, self.settled = iter(messages), 100, []
+        self.then = then or StopAsyncIteration()
 
     def settle_by_hand(self):
         pass
@@ -58,7 +59,7 @@ class Messages(Requests):
     async def __anext__(self):
         for one in self.messages:
             return one
-        raise StopAsyncIteration
+        raise self.then
 
 
 def message(sequence):
@@ -80,11 +81,8 @@ def store():
     return Store()
 
 
-async def numbered(count, *, then=None):
-    for number in range(1, count + 1):
-        yield message(number)
-    if then is not None:
-        raise then
+def numbered(count, *, then=None):
+    return Messages(*map(message, range(1, count + 1)), then=then)
 
 
 @pytest.fixture

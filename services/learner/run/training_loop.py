@@ -7,7 +7,7 @@ A step counts staleness from the version that it builds on, also while that one 
 undoes the steps that build on it: the loop ends after the current step, and the groups of its inbox return to the
 queue. An order closes the inbox; the publication ends first. A failed publication ends the loop at once.
 
-A step's groups are fresh and within the envelope: as many as the step asked for, or none where the inbox closed. Groups
+A step's groups are fresh: as many as the step asked for, or none where the inbox closed. Groups
 of equal rewards are among them, except those that `dynamic_sampling` replaces. The coordinator hears of every other
 group, with the reason, before the next one is waited for. Of groups that the version under publication makes too old it
 hears after that publication. A group that is given up twice, because an answer was lost, is counted once.
@@ -28,11 +28,9 @@ from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.threads import in_thread, most_serious
 from heterorl.common.types.common import LearnerPhase, StepReport
 from heterorl.common.types.policy import LeaseGrant
-from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, Rejection, without_stale
+from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, without_stale
 from heterorl.common.types.sample import EvaluationSample
 from heterorl.learner.backends.train_backend import TrainBackend, Weights, whole_of
-from heterorl.learner.checks.findings import judge_log_ratios
-from heterorl.learner.checks.replay import log_ratios
 from heterorl.learner.checks.reward_signal import RewardSignal, split_uniform
 from heterorl.learner.evaluate import Evaluation, Evaluator
 from heterorl.learner.learner_config import LearnerConfig
@@ -194,8 +192,8 @@ class TrainingLoop:
         reports: list[StepReport] = []
         consumed: list[GroupId] = []
         while len(reports) < self.config.steps_per_version and self.step < self.config.max_steps:
-            head, weights = self._head()
-            groups = await self.take(self.config.groups_per_step, head=head, weights=weights)
+            head, _ = self._head()
+            groups = await self.take(self.config.groups_per_step, head=head)
             if not groups:
                 return None
             with self.progress.phase(LearnerPhase.COMPUTING):
@@ -262,10 +260,10 @@ class TrainingLoop:
             EVALUATION_ACCURACY.set(evaluation.accuracy)
             _LOG.info("version %d: held-out reward %.3f", evaluation.version, evaluation.accuracy)
 
-    async def take(self, count: int, *, head: int, weights: Weights) -> list[QueuedGroup]:
+    async def take(self, count: int, *, head: int) -> list[QueuedGroup]:
         """Groups for a step on version `head`; none when the inbox closed.
 
-        `head` may be under publication. Groups of equal rewards go first: their log-ratios need no look.
+        `head` may be under publication.
         """
         kept: list[QueuedGroup] = []
         self.num_replaced = 0
@@ -275,7 +273,7 @@ class TrainingLoop:
             if not arrived:
                 return []
             fresh = await self._fresh(arrived, head=head)
-            kept += await self._enveloped(await self._useful(fresh), weights)
+            kept += await self._useful(fresh)
         return kept
 
     async def let_go(self) -> None:
@@ -339,29 +337,3 @@ class TrainingLoop:
             await self._abandon([queued.group.id for queued in replaced], reason, counted_as=DropReason.UNIFORM)
             self.notes.abandoned(replaced)
         return kept
-
-    async def _enveloped(self, groups: list[QueuedGroup], weights: Weights) -> list[QueuedGroup]:
-        """Groups whose log-ratios under a step's weights are in the envelope."""
-        config = self.config.verification
-        if config.max_log_ratio == 0 or not groups:
-            return groups
-        temperature = self.config.sampling.semantics().logprob_temperature
-        model = self.backend.torch_model
-        with self.progress.phase(LearnerPhase.EXAMINING):
-            whole = await in_thread(whole_of, weights)
-            found = await in_thread(
-                log_ratios, model, [queued.group for queued in groups], weights=whole, temperature=temperature
-            )
-        findings = [judge_log_ratios(ratios, config) for ratios in found]
-        rejected = {
-            queued.group.id: Rejection(id=queued.group.id, reason=finding.reason, detail=finding.detail)
-            for queued, finding in zip(groups, findings, strict=True)
-            if finding.reason is not None
-        }
-        if rejected:
-            _LOG.warning("%d groups are rejected: log-ratios beyond verification.max_log_ratio", len(rejected))
-            rejections = list(rejected.values())
-            await self.backoff.retry(lambda: self.api.reject_groups(epoch=self.grant.epoch, rejections=rejections))
-            self.inbox.settle(rejected)
-            self.notes.rejected(queued.group for queued in groups if queued.group.id in rejected)
-        return [queued for queued, finding in zip(groups, findings, strict=True) if finding.is_sound]

@@ -120,9 +120,9 @@ class MeasuredBackend:
             self.rows.append(step_row(report, step_extras(self.inner.last_sequences), target))
         return report
 
-    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
+    def store(self, arena: Arena) -> None:
         """Round the masters to the published type."""
-        self.inner.store(arena, published=published)
+        self.inner.store(arena)
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
         """Take published weights as masters."""

@@ -30,7 +30,6 @@ BOUND = 1e-4
         {"forward_weights": "published"},
         pytest.param({"forward_weights": "masters"}, marks=pytest.mark.slow),
         pytest.param({"forward_weights": "published", "compute_dtype": "bf16"}, marks=pytest.mark.slow),
-        pytest.param({"forward_weights": "published", "dead_band_ulp": 2.0}, marks=pytest.mark.slow),
     ],
     ids=lambda options: "-".join(map(str, options.values())),
 )

@@ -184,9 +184,9 @@ def _publish(backend: Any, directory: str, snapshot: bool) -> dict[str, Any]:
     """Encode the weights with all ranks and in this process alone, each against the version before."""
     shadows = _SHADOWS.setdefault(backend, {})
     arena = Arena(backend.layout)
-    backend.store(arena, published=shadows.get("alone"))
+    backend.store(arena)
     found = {}
-    for name, weights in (("alone", arena), ("together", backend.versions.stage(published=shadows.get("together")))):
+    for name, weights in (("alone", arena), ("together", backend.versions.stage())):
         folder = Path(directory) / name
         folder.mkdir(parents=True, exist_ok=True)
         position = Position(head_version=4, lineage_version=4, lineage_digest="", shadow=shadows.get(name))
@@ -206,9 +206,8 @@ def _publish(backend: Any, directory: str, snapshot: bool) -> dict[str, Any]:
 
 
 def _divide(backend: Any, path: str) -> str:
-    """Weights from a snapshot file, rounded on top of themselves, as at a restart."""
-    published = read_snapshot(Path(path), backend.layout, backend.versions)
-    return str(backend.versions.stage(published=published).state_root())
+    """The root of weights from a snapshot file."""
+    return str(read_snapshot(Path(path), backend.layout, backend.versions).state_root())
 
 
 _SHADOWS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()

@@ -46,12 +46,8 @@ class TrainBackend(Protocol):
     def last_metrics(self) -> dict[str, float]:
         """Metrics of the newest step's custom loss; empty for other kinds."""
 
-    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
-        """Round the masters to the published type and write them into `arena`.
-
-        `arena` may be `published` itself, the last version. A backend with a dead band keeps elements near enough to
-        `published`. So storing again on top of the result gives equal bits.
-        """
+    def store(self, arena: Arena) -> None:
+        """Round the masters to the published type and write them into `arena`."""
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
         """Take published weights as masters.

@@ -64,7 +64,7 @@ class Cursor:
 
     `step` optimizer steps are in the weights. The publication has the key `step_id`, makes `version` from
     `parent_version` (the head at that time; -1 for none) and follows `lineage_version` (the same unless versions are
-    abandoned). `consumed` and `reports` are of the steps since the parent. `dead_band_ulp` rounded the masters.
+    abandoned). `consumed` and `reports` are of the steps since the parent.
     """
 
     run_id: str
@@ -77,16 +77,10 @@ class Cursor:
     manifest: bytes
     consumed: tuple[GroupId, ...]
     reports: tuple[StepReport, ...]
-    dead_band_ulp: float = 0.0
 
 
 def cursor_of(
-    encoded: Encoded,
-    position: Position,
-    *,
-    consumed: Sequence[GroupId],
-    reports: Sequence[StepReport],
-    dead_band_ulp: float = 0.0,
+    encoded: Encoded, position: Position, *, consumed: Sequence[GroupId], reports: Sequence[StepReport]
 ) -> Cursor:
     """The cursor of a version that is encoded from a position."""
     manifest, parent = encoded.manifest, position.head_version
@@ -103,7 +97,6 @@ def cursor_of(
         manifest=encoded.manifest_bytes,
         consumed=tuple(consumed),
         reports=tuple(reports),
-        dead_band_ulp=dead_band_ulp,
     )
 
 
@@ -134,6 +127,8 @@ def cursor_from_bytes(data: bytes) -> Cursor:
         if table["format"] != CURSOR_FORMAT:
             raise CorruptStore(f"a cursor of format {table['format']}, known is {CURSOR_FORMAT}")
         del table["format"]
+        # Earlier programs wrote it.
+        table.pop("dead_band_ulp", None)
         table["manifest"] = bytes.fromhex(table["manifest"])
         table["consumed"] = [dict(zip(_GROUP, entry, strict=True)) for entry in table["consumed"]]
         return value_of_row(Cursor, table)

@@ -81,8 +81,6 @@ class Publisher:
     checkpoint_every_versions: int
     signer: Signer | None = None
     canary: Canary | None = None
-    dead_band_ulp: float = 0.0
-    """The backend's, noted in checkpoints."""
     threads: int = 1
     """Chunks of weights that are coded at once."""
     variants: Variants | None = None
@@ -125,11 +123,11 @@ class Publisher:
             if isinstance(shadow, Arena):
                 shadow = await in_thread(maker.divide, source_of(shadow))
                 self.position = replace(self.position, shadow=shadow)
-            return await in_thread(maker.stage, published=shadow)
+            return await in_thread(maker.stage)
         assert not isinstance(shadow, ShardedArena), "one process has all of the shadow"
         if self._spare is None:
             self._spare = Arena(self.layout)
-        await in_thread(backend.store, self._spare, published=shadow)
+        await in_thread(backend.store, self._spare)
         return self._spare
 
     async def publish(
@@ -207,7 +205,7 @@ class Publisher:
             encode = functools.partial(self.variants.encode, step=draft.step, with_snapshot=with_snapshot)
             with room(self.directory):
                 forms = await in_thread(encode, self.position, draft.forms)
-        cursor = cursor_of(encoded, self.position, consumed=consumed, reports=reports, dead_band_ulp=self.dead_band_ulp)
+        cursor = cursor_of(encoded, self.position, consumed=consumed, reports=reports)
         checkpoint = None
         if draft.begun is not None:
             checkpoint = await in_thread(

@@ -114,7 +114,6 @@ class ShardedVersions:
     layout: Layout
     buffers: Mapping[str, torch.Tensor]
     ranks: Collectives
-    dead_band_ulp: float
 
     def __post_init__(self) -> None:
         """Take over the tables of pieces.
@@ -129,14 +128,11 @@ class ShardedVersions:
     def keep(self, versions: Sequence[int]) -> None:
         self._chunks = {version: chunks for version, chunks in self._chunks.items() if version in versions}
 
-    def stage(self, version: int, *, published: int | None) -> tuple[bytes, ...]:
+    def stage(self, version: int) -> tuple[bytes, ...]:
         """Round the masters; returns the digest of every chunk, on every rank.
-
-        A dead band counts from the version `published`.
 
         Raises ConfigError: on all ranks: a weight is not finite in the published type.
         """
-        before = None if published is None or not self.dead_band_ulp else self._chunks[published]
         found: dict[int, IntArray] = {}
         broken: list[str] = []
         for first in range(0, len(self.layout.chunks), self.ranks.world_size):
@@ -145,10 +141,8 @@ class ShardedVersions:
             received = self._exchanged(first)
             if number < len(self.layout.chunks):
                 found[number] = zeros(self.layout.chunks[number])
-                for segment, values in received:
+                for segment, rounded in received:
                     part = slice(segment.place, segment.place + segment.size)
-                    old = None if before is None else before[number][part]
-                    rounded = self._rounded(segment.name, values, old)
                     if not rounded.to(torch.float32).isfinite().all():
                         broken.append(segment.name)
                     found[number][part] = rounded.view(tensors.INTEGER[rounded.element_size()]).numpy()
@@ -267,16 +261,10 @@ class ShardedVersions:
         return values.to(self._sent_dtype(segment.name)).cpu().contiguous().view(torch.uint8)
 
     def _sent_dtype(self, name: str) -> torch.dtype:
-        # With a dead band send the master: it is compared where the published value is.
-        return torch.float32 if self.dead_band_ulp else tensors.TORCH_DTYPE[self.layout.spec(name).dtype]
+        return tensors.TORCH_DTYPE[self.layout.spec(name).dtype]
 
     def _num_bytes(self, segment: Segment) -> int:
         return segment.size * self._sent_dtype(segment.name).itemsize
-
-    def _rounded(self, name: str, values: torch.Tensor, published: IntArray | None) -> torch.Tensor:
-        dtype = tensors.TORCH_DTYPE[self.layout.spec(name).dtype]
-        bits = None if published is None else torch.from_numpy(published).view(dtype)
-        return tensors.round_to(values, dtype, published=bits, dead_band_ulp=self.dead_band_ulp).contiguous()
 
     def _send(self, method: int, data: bytes, num_changed: int, *, rank: int) -> None:
         self.ranks.send_bytes(_CODED.pack(method, num_changed) + data, rank=rank)
@@ -326,10 +314,10 @@ class VersionEngine:
         self._arenas: WeakValueDictionary[int, ShardedArena] = WeakValueDictionary()
         self._newest = 0
 
-    def stage(self, *, published: ShardedArena | None) -> ShardedArena:
+    def stage(self) -> ShardedArena:
         """`store` into weights that all ranks hold together."""
-        command = self.say(Do.STAGE, before=published)
-        return self._named(command, self.held.stage(command.version, published=command.before))
+        command = self.say(Do.STAGE)
+        return self._named(command, self.held.stage(command.version))
 
     def divide(self, source: Source) -> ShardedArena:
         """Shard published weights among the ranks; raises what the source raises."""
@@ -340,7 +328,7 @@ class VersionEngine:
         """Do the part of another rank than 0."""
         self.held.keep(command.kept)
         if command.do is Do.STAGE:
-            self.held.stage(command.version, published=command.before)
+            self.held.stage(command.version)
         elif command.do is Do.DIVIDE:
             self.held.divide(command.version, None)
         elif command.do is Do.CODE:

@@ -22,7 +22,7 @@ import numpy as np
 from heterorl.common.errors import HeterorlError
 from heterorl.common.types.rollout import FinishReason
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backends.train_backend import read_snapshot
+from heterorl.common.weights.payload import apply_payload
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor
 from heterorl.learner.publish.version_payloads import Position, encode_version
@@ -207,7 +207,9 @@ def _publish(backend: Any, directory: str, snapshot: bool) -> dict[str, Any]:
 
 def _divide(backend: Any, path: str) -> str:
     """The root of weights from a snapshot file."""
-    return str(read_snapshot(Path(path), backend.layout, backend.versions).state_root())
+    arena = Arena(backend.layout)
+    apply_payload(Path(path), arena, expected_from_root=None)
+    return str(backend.versions.divide(arena).state_root())
 
 
 _SHADOWS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()

@@ -35,8 +35,7 @@ from heterorl.common.types.common import Digest, StepReport, value_of_row
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, file_digest
-from heterorl.learner.backends.ranks.sharded_weights import VersionEngine
-from heterorl.learner.backends.train_backend import TrainBackend, Weights, read_snapshot, write_snapshot
+from heterorl.learner.backends.train_backend import TrainBackend, Weights, write_snapshot
 from heterorl.learner.publish.version_payloads import Encoded, Position
 
 CURSOR_FORMAT = 1
@@ -287,15 +286,14 @@ def read_checkpoint(path: Path) -> Cursor:
     return cursor_from_bytes((path / CURSOR_FILE).read_bytes())
 
 
-def find_published(
-    paths: Sequence[Path], version: int, state_root: str, layout: Layout, *, maker: VersionEngine | None = None
-) -> Weights | None:
+def find_published(paths: Sequence[Path], version: int, state_root: str, layout: Layout) -> Arena | None:
     """A version's published weights from any checkpoint; None where none gives them."""
     for path in paths:
         try:
             cursor = cursor_from_bytes((path / CURSOR_FILE).read_bytes())
             if (cursor.version, cursor.state_root) == (version, state_root):
-                arena = read_snapshot(path / PUBLISHED_FILE, layout, maker)
+                arena = Arena(layout)
+                apply_payload(path / PUBLISHED_FILE, arena, expected_from_root=None)
                 if arena.state_root() == state_root:
                     return arena
         except (OSError, CorruptData):

@@ -33,7 +33,7 @@ from heterorl.common.types.policy import NO_VERSION, PayloadRef, PublishRequest
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy_messages import manifest_digest
-from heterorl.learner.backends.ranks.sharded_weights import ShardedArena, source_of
+from heterorl.learner.backends.ranks.sharded_weights import ShardedArena
 from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of, whole_of
 from heterorl.learner.checks.replay import Canary
 from heterorl.learner.publish.checkpoint_store import Begun, CheckpointStore, Cursor, cursor_of
@@ -121,7 +121,7 @@ class Publisher:
         shadow, maker = self.position.shadow, maker_of(backend, with_variants=self.variants is not None)
         if maker is not None:
             if isinstance(shadow, Arena):
-                shadow = await in_thread(maker.divide, source_of(shadow))
+                shadow = await in_thread(maker.divide, shadow)
                 self.position = replace(self.position, shadow=shadow)
             return await in_thread(maker.stage)
         assert not isinstance(shadow, ShardedArena), "one process has all of the shadow"

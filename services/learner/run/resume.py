@@ -356,12 +356,11 @@ class Resumption:
         """A version's weights for a delta; None if they cannot be rebuilt."""
         data = await self.published.manifest(version)
         root = manifest_from_bytes(data).state_root
-        maker = maker_of(self.backend, with_variants=self.publisher.variants is not None)
-        paths = self.publisher.store.paths()
-        arena = await in_thread(find_published, paths, version, root, self.backend.layout, maker=maker)
+        arena = await in_thread(find_published, self.publisher.store.paths(), version, root, self.backend.layout)
         if arena is not None:
             _LOG.info("version %d is taken from its checkpoint", version)
-            return arena
+            maker = maker_of(self.backend, with_variants=self.publisher.variants is not None)
+            return arena if maker is None else await in_thread(maker.divide, arena)
         try:
             return await self.published.rebuild(data)
         except (UnknownVersion, UnknownPayload, CorruptData) as error:

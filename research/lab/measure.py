@@ -246,7 +246,6 @@ class BenchmarkEvaluator(Evaluator):
         """
         self._parts_of = parts_of
         self.rows: list[dict[str, object]] = []
-        self.last_samples = ()
 
     def evaluate(self, arena: Arena, version: int) -> Evaluation:
         """Evaluate every benchmark with the same weights."""

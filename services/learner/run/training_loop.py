@@ -18,7 +18,6 @@ import dataclasses
 import enum
 import logging
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from heterorl.common.api import LearnerApi
@@ -29,7 +28,6 @@ from heterorl.common.process.threads import in_thread, most_serious
 from heterorl.common.types.common import LearnerPhase, StepReport
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, without_stale
-from heterorl.common.types.sample import EvaluationSample
 from heterorl.learner.backends.train_backend import TrainBackend, Weights, whole_of
 from heterorl.learner.checks.reward_signal import RewardSignal, split_uniform
 from heterorl.learner.evaluate import Evaluation, Evaluator
@@ -61,18 +59,10 @@ class _Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Evaluated:
-    """An evaluation that is not recorded yet, and its samples."""
-
-    evaluation: Evaluation
-    samples: Sequence[EvaluationSample]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ready:
     draft: Draft
     trained: _Trained
-    evaluated: _Evaluated | None
+    evaluation: Evaluation | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -156,22 +146,21 @@ class TrainingLoop:
         with self.progress.phase(LearnerPhase.PUBLISHING):
             arena = await self.publisher.stage(self.backend)
         version = self.publisher.position.head_version + 1
-        evaluated: _Evaluated | None = None
+        evaluation: Evaluation | None = None
         if self._is_evaluation_due(version):
-            evaluated = await self._evaluate(arena, version)
-            accuracy = evaluated.evaluation.accuracy
-            trained.reports[-1] = dataclasses.replace(trained.reports[-1], evaluation_accuracy=accuracy)
+            evaluation = await self._evaluate(arena, version)
+            trained.reports[-1] = dataclasses.replace(trained.reports[-1], evaluation_accuracy=evaluation.accuracy)
         is_last = self.step >= self.config.max_steps
         with self.progress.phase(LearnerPhase.PUBLISHING):
             draft = await self.publisher.prepare(arena, step=self.step, saved_by=self.backend, is_last=is_last)
         self._parent = (version, arena)
-        return _Ready(draft=draft, trained=trained, evaluated=evaluated)
+        return _Ready(draft=draft, trained=trained, evaluation=evaluation)
 
     async def _publish(self, ready: _Ready) -> None:
         trained = ready.trained
         await self.publisher.carry_out(ready.draft, consumed=trained.consumed, reports=trained.reports)
-        if ready.evaluated is not None:
-            self._note(ready.evaluated)
+        if ready.evaluation is not None:
+            self._note(ready.evaluation)
         self.num_unpublished -= len(trained.reports)
         self.inbox.settle(trained.consumed)
         self.notes.published(trained.consumed)
@@ -245,17 +234,15 @@ class TrainingLoop:
         every = self.config.evaluation.every_versions
         return self.evaluator is not None and every > 0 and version % every == 0
 
-    async def _evaluate(self, weights: Weights, version: int) -> _Evaluated:
+    async def _evaluate(self, weights: Weights, version: int) -> Evaluation:
         assert self.evaluator is not None, "asked only when one is due"
         with self.progress.phase(LearnerPhase.EVALUATING):
-            evaluation = await in_thread(self.evaluator.evaluate, await in_thread(whole_of, weights), version)
-        return _Evaluated(evaluation=evaluation, samples=self.evaluator.last_samples)
+            return await in_thread(self.evaluator.evaluate, await in_thread(whole_of, weights), version)
 
-    def _note(self, evaluated: _Evaluated) -> None:
+    def _note(self, evaluation: Evaluation) -> None:
         """Record the evaluation of a published version."""
-        evaluation = evaluated.evaluation
-        self.notes.evaluated(evaluated.samples)
-        self.publisher.training_log.note_evaluation(dataclasses.asdict(evaluation))
+        self.notes.evaluated(evaluation.samples)
+        self.publisher.training_log.note_evaluation(evaluation.row())
         if evaluation.accuracy is not None:
             EVALUATION_ACCURACY.set(evaluation.accuracy)
             _LOG.info("version %d: held-out reward %.3f", evaluation.version, evaluation.accuracy)

@@ -162,8 +162,6 @@ async def test_steps_that_end_the_run_do_not_end_the_version_under_way(core, tmp
 class Noting:
     """An evaluator that notes the versions that it was given."""
 
-    last_samples = ()
-
     def __init__(self):
         self.versions = []
 

@@ -167,7 +167,7 @@ def run_cell(bench: Bench, *, weights: str, products: str, lr: float, start: flo
         if version == bench.steps:
             break
         report = backend.train_step(_groups(bench, maker, version, published), head_version=version, step=version)
-        backend.store(spare, published=published)
+        backend.store(spare)
         with tempfile.TemporaryDirectory() as directory:
             info = write_delta(Path(directory) / "delta", published, spare)
         published, spare = spare, published

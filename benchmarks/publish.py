@@ -283,7 +283,7 @@ def _is_equal(backend: Any, publisher: Any, directory: Path) -> bool:
     alone_from = dataclasses.replace(position, shadow=whole_of(position.shadow))
     cases: list[tuple[str, Any, Any]] = [("alone", alone_from, arena)]
     if maker is not None:
-        cases.append(("together", position, maker.stage(published=position.shadow)))
+        cases.append(("together", position, maker.stage()))
     bytes_of = []
     for name, start, weights in cases:
         folder = directory / name

@@ -100,13 +100,18 @@ def build_site(model_dir: str, *, digits: int, group_size: int) -> tuple[Site, C
 def judge(site: Site, contract: Contract, group: Group) -> tuple[list[dict[str, bool]], list[Replay], bool]:
     """For each rollout, which checks it fails, and its numbers; whether the learner's replay rejects the group."""
     key = group_key(seed=seed_of(group.assignment, seed=SEED), prompt_index=group.prompt_index)
-    replays, rounded = (site.replayer.replay(group, key=key, is_rounded=wanted) for wanted in (False, True))
+    forms = [site.replayer.replay(group, key=key)]
+    stated = [rollout.sampler_logprobs for rollout in group.rollouts]
+    is_rejected = not judge_replays(stated, forms[0], CONFIG).is_sound
+    if is_rejected:
+        forms.append(site.replayer.replay(group, key=key, is_rounded=True))
+        is_rejected = not judge_replays(stated, forms[1], CONFIG).is_sound
     verdicts = []
-    for rollout, *forms in zip(group.rollouts, replays, rounded, strict=True):
+    for rollout, *own in zip(group.rollouts, *forms, strict=True):
         alone = seal(dataclasses.replace(group, rollouts=(rollout,)))
-        offs = [logprob_difference(rollout.sampler_logprobs, form.logprobs) for form in forms]
+        offs = [logprob_difference(rollout.sampler_logprobs, form.logprobs) for form in own]
         is_off = [offset > CONFIG.logprob_tolerance for offset in offs]
-        is_other = [not judge_margins([form], CONFIG).is_sound for form in forms]
+        is_other = [not judge_margins([form], CONFIG).is_sound for form in own]
         fails = all(map(operator.or_, is_off, is_other))
         verdicts.append(
             {
@@ -116,9 +121,7 @@ def judge(site: Site, contract: Contract, group: Group) -> tuple[list[dict[str, 
                 "draws": fails and any(is_other),
             }
         )
-    stated = [rollout.sampler_logprobs for rollout in group.rollouts]
-    is_rejected = not any(judge_replays(stated, form, CONFIG).is_sound for form in (replays, rounded))
-    return verdicts, replays, is_rejected
+    return verdicts, forms[0], is_rejected
 
 
 def _is_reward_wrong(site: Site, group: Group, rollout: Rollout) -> bool:

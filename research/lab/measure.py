@@ -120,9 +120,9 @@ class MeasuredBackend:
             self.rows.append(step_row(report, step_extras(self.inner.last_sequences), target))
         return report
 
-    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
+    def store(self, arena: Arena) -> None:
         """Round the masters to the published type."""
-        self.inner.store(arena, published=published)
+        self.inner.store(arena)
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
         """Take published weights as masters."""
@@ -241,7 +241,6 @@ class BenchmarkEvaluator(Evaluator):
         """
         self._parts_of = parts_of
         self.rows: list[dict[str, object]] = []
-        self.last_samples = ()
 
     def evaluate(self, arena: Arena, version: int) -> Evaluation:
         """Evaluate every benchmark with the same weights."""

@@ -3,7 +3,7 @@
 import logging
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 from heterorl.common.errors import EpisodeError, PromptRefused, RewardError
 from heterorl.common.generation.inference_engine import Completion, Engine, generate_all
@@ -28,6 +28,12 @@ class Evaluation:
     num_completions: int
     num_errors: int
     seconds: float
+    samples: tuple[EvaluationSample, ...] = ()
+    """The reward of a completion that could not be scored is NaN."""
+
+    def row(self) -> dict[str, object]:
+        """All but the samples."""
+        return {field.name: getattr(self, field.name) for field in fields(self) if field.name != "samples"}
 
 
 class Evaluator:
@@ -46,8 +52,6 @@ class Evaluator:
         self._num_per_prompt = num_per_prompt
         self._seed = seed
         self._refused: set[int] = set()
-        self.last_samples: tuple[EvaluationSample, ...] = ()
-        """Samples of the newest evaluation; the reward of a completion that could not be scored is NaN."""
 
     def evaluate(self, arena: Arena, version: int) -> Evaluation:
         """Mean reward over held-out completions, the accuracy for rewards 0 and 1.
@@ -105,7 +109,6 @@ class Evaluator:
                     rollouts=tuple(rollouts),
                 )
             )
-        self.last_samples = tuple(samples)
         return Evaluation(
             version=version,
             accuracy=sum(rewards) / len(rewards) if rewards else None,
@@ -113,6 +116,7 @@ class Evaluator:
             num_completions=len(rewards),
             num_errors=num_errors,
             seconds=time.perf_counter() - started,
+            samples=tuple(samples),
         )
 
     def _score(self, prompt: Prompt, completion: Completion, text: str) -> tuple[RewardPart, ...]:

@@ -179,7 +179,6 @@ def _begin_term(
         checkpoint_every_versions=cadence(config.checkpoint_every_versions, num_elements=backend.layout.num_elements),
         signer=parts.signer,
         canary=parts.canary,
-        dead_band_ulp=config.backend.dead_band_ulp,
         threads=threads,
         variants=variants if config.variants else None,
     )

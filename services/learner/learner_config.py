@@ -142,9 +142,6 @@ class LearnerConfig(ContractConfig):
         """Raise ConfigError for keys that the backend cannot follow."""
         if self.lora.is_on and self.backend.kind == "deepspeed":
             raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
-        if self.verification.max_log_ratio > 0 and not self.backend.has_whole_weights:
-            action = "set it to 0, or use backend torch or deepspeed with a stage below 3"
-            raise ConfigError("verification.max_log_ratio", "no rank has the whole weights", action=action)
         check_reference(self.loss, is_needed=self.loss.reference_kl > 0.0, has_reference=self.backend.has_reference)
 
     @model_validator(mode="after")

@@ -254,7 +254,7 @@ PROMISES = [
     ("docs/rewards.md", f"words, up to {WORDS[math_expressions.MAX_WORDS]}"),
     (
         "docs/rewards.md",
-        f"Values beyond 1e{math.log10(MAX_PART_VALUE):g} and rewards beyond 1e{math.log10(MAX_REWARD):g} are errors",
+        f"Values beyond 1e{math.log10(MAX_PART_VALUE):g} and rewards beyond 1e{math.log10(MAX_REWARD):g} either way",
     ),
     ("docs/rewards.md", f"other status, redirect, above {http_reward.MAX_REPLY_BYTES // MIB} MiB"),
     (

@@ -177,7 +177,7 @@ class NumpyBackend:
         self.reports.append(report)
         return report
 
-    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
+    def store(self, arena: Arena) -> None:
         bits = (self.weights.view(np.int32) >> 16).astype(np.int16)
         arena.view("a")[...] = bits[:64].reshape(8, 8)
         arena.view("b")[...] = bits[64:]

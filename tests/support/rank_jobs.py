@@ -22,7 +22,7 @@ import numpy as np
 from heterorl.common.errors import HeterorlError
 from heterorl.common.types.rollout import FinishReason
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.backends.train_backend import read_snapshot
+from heterorl.common.weights.payload import apply_payload
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor
 from heterorl.learner.publish.version_payloads import PublishedHead, encode_version
@@ -184,9 +184,9 @@ def _publish(backend: Any, directory: str, snapshot: bool) -> dict[str, Any]:
     """Encode the weights with all ranks and in this process alone, each against the version before."""
     shadows = _SHADOWS.setdefault(backend, {})
     arena = Arena(backend.layout)
-    backend.store(arena, published=shadows.get("alone"))
+    backend.store(arena)
     found = {}
-    for name, weights in (("alone", arena), ("together", backend.versions.stage(published=shadows.get("together")))):
+    for name, weights in (("alone", arena), ("together", backend.versions.stage())):
         folder = Path(directory) / name
         folder.mkdir(parents=True, exist_ok=True)
         position = PublishedHead(head_version=4, lineage_version=4, lineage_digest="", shadow=shadows.get(name))
@@ -206,9 +206,10 @@ def _publish(backend: Any, directory: str, snapshot: bool) -> dict[str, Any]:
 
 
 def _divide(backend: Any, path: str) -> str:
-    """Weights from a snapshot file, rounded on top of themselves, as at a restart."""
-    published = read_snapshot(Path(path), backend.layout, backend.versions)
-    return str(backend.versions.stage(published=published).state_root())
+    """The root of weights from a snapshot file."""
+    arena = Arena(backend.layout)
+    apply_payload(Path(path), arena, expected_from_root=None)
+    return str(backend.versions.divide(arena).state_root())
 
 
 _SHADOWS: WeakKeyDictionary[Any, dict[str, Any]] = WeakKeyDictionary()

@@ -108,35 +108,23 @@ def _owners(tensors: dict[str, torch.Tensor]) -> dict[str, str]:
     return owners
 
 
-def store(model: nn.Module, arena: Arena, *, published: Arena | None = None, dead_band_ulp: float = 0.0) -> None:
+def store(model: nn.Module, arena: Arena) -> None:
     """Round a model's masters to the published type into an arena.
 
-    Elements at most `dead_band_ulp` units in the last place from their value in `published`, the last version, keep
-    that value; 0 rounds every element. `arena` may be `published` itself. Raises ConfigError for a weight that is not
-    finite in the published type: it would reach every sampler.
+    Raises ConfigError for a weight that is not finite in the published type: it would reach every sampler.
     """
     tensors = published_tensors(model)
     owned = [(spec, tensors[spec.name]) for spec in arena.layout.specs if not spec.alias_of]
-    store_tensors(owned, arena, published=published, dead_band_ulp=dead_band_ulp)
+    store_tensors(owned, arena)
 
 
-def store_tensors(
-    owned: Sequence[tuple[TensorSpec, torch.Tensor]],
-    arena: Arena,
-    *,
-    published: Arena | None = None,
-    dead_band_ulp: float = 0.0,
-) -> None:
+def store_tensors(owned: Sequence[tuple[TensorSpec, torch.Tensor]], arena: Arena) -> None:
     """`store` of tensors that own their storage."""
     masters = [tensor.detach() for _, tensor in owned]
 
     def store_part(number: int, part: Part) -> None:
-        spec, master = owned[number][0], part_of(masters[number], part)
-        before = None
-        if published is not None and dead_band_ulp:
-            # In double precision, for which a full GPU may have no room.
-            before, master = part_of(read_tensor(published, spec.name), part), master.cpu()
-        rounded = round_to(master, TORCH_DTYPE[spec.dtype], published=before, dead_band_ulp=dead_band_ulp)
+        spec = owned[number][0]
+        rounded = part_of(masters[number], part).to(TORCH_DTYPE[spec.dtype])
         if not rounded.to(torch.float32).isfinite().all():
             raise ConfigError(
                 "published_dtype", f"{spec.name} is not finite as {spec.dtype}", action="publish a wider type"
@@ -149,28 +137,6 @@ def store_tensors(
 def read_tensor(arena: Arena, name: str) -> torch.Tensor:
     """A tensor of its published type; writes reach the arena."""
     return torch.from_numpy(arena.view(name)).view(TORCH_DTYPE[arena.layout.spec(name).dtype])
-
-
-def round_to(
-    master: torch.Tensor, dtype: torch.dtype, *, published: torch.Tensor | None = None, dead_band_ulp: float = 0.0
-) -> torch.Tensor:
-    """A master's published value, on its own device."""
-    rounded = master.detach().to(dtype)
-    if published is None or not dead_band_ulp:
-        return rounded
-    return torch.where(_is_within(master, published, dead_band_ulp), published, rounded)
-
-
-def _is_within(master: torch.Tensor, published: torch.Tensor, dead_band_ulp: float) -> torch.Tensor:
-    """Whether |master - published| <= dead_band_ulp x ulp(published), elementwise; exact in double precision."""
-    limits = torch.finfo(published.dtype)
-    wide = published.double()
-    smallest = limits.tiny * limits.eps
-    exponent = torch.frexp(wide).exponent
-    ulp = torch.ldexp(torch.full_like(wide, limits.eps / 2), exponent).clamp(min=smallest)
-    # frexp gives 0 and 1/2 the exponent 0, but 0 has the unit of all numbers below the smallest normal one.
-    ulp = torch.where(wide == 0, smallest, ulp)
-    return (master.detach().double() - wide).abs() <= dead_band_ulp * ulp
 
 
 def load(arena: Arena, model: nn.Module) -> None:

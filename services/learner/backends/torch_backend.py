@@ -108,7 +108,7 @@ class TorchBackend(StepRecorder):
         )
         self._rounding: Rounding | None = None
         if config.forward_weights == "published":
-            self._rounding = Rounding(self.torch_model, self.layout, dead_band_ulp=config.dead_band_ulp)
+            self._rounding = Rounding(self.torch_model, self.layout)
         self._optimizer = self._new_optimizer()
 
     def computing(self) -> AbstractContextManager[None]:
@@ -129,15 +129,11 @@ class TorchBackend(StepRecorder):
         step_s = self._clock.monotonic() - started
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)
 
-    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
-        tensors.store(self.torch_model, arena, published=published, dead_band_ulp=self._config.dead_band_ulp)
-        if self._rounding is not None:
-            self._rounding.note_published(arena)
+    def store(self, arena: Arena) -> None:
+        tensors.store(self.torch_model, arena)
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
         tensors.load(arena, self.torch_model)
-        if self._rounding is not None:
-            self._rounding.note_published(arena)
         if keep_optimizer:
             return
         self._optimizer = self._new_optimizer()

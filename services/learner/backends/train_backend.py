@@ -10,7 +10,7 @@ from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.common.weights import payload
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.weights.payload import NO_ROOT, PayloadChunks, PayloadInfo
+from heterorl.common.weights.payload import NO_ROOT, PayloadInfo
 from heterorl.learner.backends.ranks.sharded_backend import ShardedBackend
 from heterorl.learner.backends.ranks.sharded_weights import ShardedArena, VersionEngine
 from heterorl.learner.train.step_report import LogRatios
@@ -46,12 +46,8 @@ class TrainBackend(Protocol):
     def last_metrics(self) -> dict[str, float]:
         """Metrics of the newest step's custom loss; empty for other kinds."""
 
-    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
-        """Round the masters to the published type and write them into `arena`.
-
-        `arena` may be `published` itself, the last version. A backend with a dead band keeps elements near enough to
-        `published`. So storing again on top of the result gives equal bits.
-        """
+    def store(self, arena: Arena) -> None:
+        """Round the masters to the published type and write them into `arena`."""
 
     def load_published(self, arena: Arena, *, keep_optimizer: bool = False) -> None:
         """Take published weights as masters.
@@ -104,21 +100,6 @@ def write_delta(path: Path, old: Weights, new: Weights, *, threads: int = 1) -> 
     if isinstance(new, Arena) or isinstance(old, Arena):
         return payload.write_delta(path, whole_of(old), whole_of(new), threads=threads)
     return _write(path, old, new, threads=threads)
-
-
-def read_snapshot(path: Path, layout: Layout, maker: VersionEngine | None) -> Weights:
-    """A snapshot file's weights, sharded where a backend has several ranks.
-
-    Raises:
-        CorruptData: it is broken, or of another model.
-        OSError: it cannot be read.
-    """
-    if maker is None:
-        arena = Arena(layout)
-        payload.apply_payload(path, arena, expected_from_root=None)
-        return arena
-    chunks = PayloadChunks(path, layout_id=layout.layout_id, chunks=layout.chunks, expected_from_root=None)
-    return maker.divide(chunks.read)
 
 
 def _write(path: Path, old: ShardedArena | None, new: ShardedArena, *, threads: int) -> PayloadInfo:

@@ -341,8 +341,7 @@ class ZeroSharding(Sharding):
             compile_block(block, config)
         self._rounding: Rounding | None = None
         if config.forward_weights == "published" and config.stage == 0:
-            # Without the dead band, whose arena only rank 0 has: ranks must compute alike.
-            self._rounding = Rounding(self.model, self.layout, dead_band_ulp=0.0)
+            self._rounding = Rounding(self.model, self.layout)
 
     def computing(self) -> AbstractContextManager[None]:
         return contextlib.nullcontext() if self._rounding is None else self._rounding.applied()

@@ -44,9 +44,6 @@ class VerificationConfig(Config):
     """Largest margin of any token, nats; rounding gives small ones."""
     require_seeded: bool = False
     """Whether groups of sites without seeded_sampling fail, vLLM's too."""
-    max_log_ratio: float = Field(default=0.0, ge=0)
-    """Largest |mean of log p - log q| of a rollout under the trained weights, nats; costs a forward pass a step. 0:
-    off."""
     max_versions: int = Field(default=65, ge=1)
     """Versions of one group, each pulled and computed to check it; groups with more are abandoned. One above
     max_staleness_versions suffices."""
@@ -136,12 +133,3 @@ def judge_replays(stated: Sequence[Float32Array], replays: Sequence[Replay], con
     """The finding about a group's log-probs and draws in one precision."""
     finding = judge_logprobs(stated, replays, config)
     return judge_margins(replays, config) if finding.is_sound else finding
-
-
-def judge_log_ratios(ratios: Sequence[float], config: VerificationConfig) -> Finding:
-    """The finding about a group's sequence log-ratios under the trained weights."""
-    for number, ratio in enumerate(ratios):
-        if not abs(ratio) <= config.max_log_ratio:
-            detail = f"rollouts[{number}]: mean log-ratio {ratio:.3g} nats, allowed {config.max_log_ratio:g}"
-            return Finding(reason=DropReason.LOGPROB_MISMATCH, detail=detail)
-    return SOUND

@@ -1,4 +1,4 @@
-"""Replay of a group: log-probs, margins of draws, log-ratios, canary.
+"""Replay of a group: log-probs, margins of draws, canary.
 
 Guarantees: the logits of all tokens are never held at once. No truncation is applied, because top_p and top_k flip
 under rounding and would call honest tokens impossible.
@@ -23,7 +23,7 @@ from heterorl.common.types.common import LoraSettings, SamplingSemantics
 from heterorl.common.types.rollout import Group, drawn_turns, strips_of
 from heterorl.common.weights.arena import Arena, Dtype
 from heterorl.learner.checks.findings import Replay
-from heterorl.learner.train.batch import MicroBatch, TrainingSequence, collate, split
+from heterorl.learner.train.batch import TrainingSequence, collate, split
 from heterorl.learner.train.model import (
     arena_weights,
     hidden_states,
@@ -108,35 +108,6 @@ class Replayer:
         ]
 
 
-@torch.no_grad()
-def log_ratios(model: nn.Module, groups: Sequence[Group], *, weights: Arena, temperature: float) -> list[list[float]]:
-    """Mean over tokens of log p - log q of every rollout.
-
-    `weights` are published ones; lost members have 0. Masters would add their own distance from the published weights
-    to every honest site.
-    """
-    device = next(model.parameters()).device
-    with arena_weights(model, weights):
-        return [_group_log_ratios(model, group, device=device, temperature=temperature) for group in groups]
-
-
-def _group_log_ratios(model: nn.Module, group: Group, *, device: torch.device, temperature: float) -> list[float]:
-    ratios = [0.0] * len(group.rollouts)
-    for part in _parts(group):
-        logprobs_N = _scored(model, collate(part, batching="padded").to(device), temperature=temperature)
-        pieces = logprobs_N.double().cpu().split([sequence.num_drawn for sequence in part])
-        for sequence, piece in zip(part, pieces, strict=True):
-            ratios[sequence.number] = float(piece.mean()) - float(sequence.sampler_logprobs.mean(dtype=np.float64))
-    return ratios
-
-
-def _scored(model: Any, batch: MicroBatch, *, temperature: float) -> torch.Tensor:
-    # Flash attention refuses fp32, the masters' type.
-    is_flash = "flash" in model.config._attn_implementation
-    with torch.autocast(batch.input_ids_RS.device.type, torch.bfloat16, enabled=is_flash):
-        return learner_logprobs(model, batch, temperature=temperature)[0]
-
-
 def _places(sequence: TrainingSequence) -> list[tuple[int, int, int]]:
     """Member, turn and position in the turn of each drawn token."""
     assert sequence.turns is not None, "`_parts` gives them"
@@ -171,7 +142,7 @@ class Canary:
     The weights are the published ones, as samplers have them."""
 
     def __init__(self, model: nn.Module, texts: Sequence[ScoredText], *, temperature: float) -> None:
-        self._model = model
+        self._model: Any = model
         self._temperature = temperature
         self.batch = collate(
             [TrainingSequence.scored(text.prompt, text.completion) for text in texts], batching="padded"
@@ -184,9 +155,12 @@ class Canary:
         Empty where the device has no room for them; no site is then judged by this version.
         """
         batch = self.batch.to(next(self._model.parameters()).device)
+        # Flash attention refuses fp32, the masters' type.
+        is_flash = "flash" in self._model.config._attn_implementation
+        autocast = torch.autocast(batch.input_ids_RS.device.type, torch.bfloat16, enabled=is_flash)
         try:
-            with arena_weights(self._model, weights):
-                logprobs_N = _scored(self._model, batch, temperature=self._temperature)
+            with arena_weights(self._model, weights), autocast:
+                logprobs_N = learner_logprobs(self._model, batch, temperature=self._temperature)[0]
         except torch.OutOfMemoryError:
             _LOG.warning(
                 "the canary is skipped: published weights and model do not fit into memory; this version judges no site"

@@ -35,8 +35,7 @@ from heterorl.common.types.common import Digest, StepReport, value_of_row
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, file_digest
-from heterorl.learner.backends.ranks.sharded_weights import VersionEngine
-from heterorl.learner.backends.train_backend import TrainBackend, Weights, read_snapshot, write_snapshot
+from heterorl.learner.backends.train_backend import TrainBackend, Weights, write_snapshot
 from heterorl.learner.publish.version_payloads import Encoded, PublishedHead
 
 CURSOR_FORMAT = 1
@@ -64,7 +63,7 @@ class Cursor:
 
     `step` optimizer steps are in the weights. The publication has the key `step_id`, makes `version` from
     `parent_version` (the head at that time; -1 for none) and follows `lineage_version` (the same unless versions are
-    abandoned). `consumed` and `reports` are of the steps since the parent. `dead_band_ulp` rounded the masters.
+    abandoned). `consumed` and `reports` are of the steps since the parent.
     """
 
     run_id: str
@@ -77,16 +76,10 @@ class Cursor:
     manifest: bytes
     consumed: tuple[GroupId, ...]
     reports: tuple[StepReport, ...]
-    dead_band_ulp: float = 0.0
 
 
 def cursor_of(
-    encoded: Encoded,
-    position: PublishedHead,
-    *,
-    consumed: Sequence[GroupId],
-    reports: Sequence[StepReport],
-    dead_band_ulp: float = 0.0,
+    encoded: Encoded, position: PublishedHead, *, consumed: Sequence[GroupId], reports: Sequence[StepReport]
 ) -> Cursor:
     """The cursor of a version that is encoded from a position."""
     manifest, parent = encoded.manifest, position.head_version
@@ -103,7 +96,6 @@ def cursor_of(
         manifest=encoded.manifest_bytes,
         consumed=tuple(consumed),
         reports=tuple(reports),
-        dead_band_ulp=dead_band_ulp,
     )
 
 
@@ -134,6 +126,8 @@ def cursor_from_bytes(data: bytes) -> Cursor:
         if table["format"] != CURSOR_FORMAT:
             raise CorruptStore(f"a cursor of format {table['format']}, known is {CURSOR_FORMAT}")
         del table["format"]
+        # Earlier programs wrote it.
+        table.pop("dead_band_ulp", None)
         table["manifest"] = bytes.fromhex(table["manifest"])
         table["consumed"] = [dict(zip(_GROUP, entry, strict=True)) for entry in table["consumed"]]
         return value_of_row(Cursor, table)
@@ -292,15 +286,14 @@ def read_checkpoint(path: Path) -> Cursor:
     return cursor_from_bytes((path / CURSOR_FILE).read_bytes())
 
 
-def find_published(
-    paths: Sequence[Path], version: int, state_root: str, layout: Layout, *, maker: VersionEngine | None = None
-) -> Weights | None:
+def find_published(paths: Sequence[Path], version: int, state_root: str, layout: Layout) -> Arena | None:
     """A version's published weights from any checkpoint; None where none gives them."""
     for path in paths:
         try:
             cursor = cursor_from_bytes((path / CURSOR_FILE).read_bytes())
             if (cursor.version, cursor.state_root) == (version, state_root):
-                arena = read_snapshot(path / PUBLISHED_FILE, layout, maker)
+                arena = Arena(layout)
+                apply_payload(path / PUBLISHED_FILE, arena, expected_from_root=None)
                 if arena.state_root() == state_root:
                     return arena
         except (OSError, CorruptData):

@@ -33,7 +33,7 @@ from heterorl.common.types.policy import NO_VERSION, PayloadRef, PublishRequest
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy_messages import manifest_digest
-from heterorl.learner.backends.ranks.sharded_weights import ShardedArena, source_of
+from heterorl.learner.backends.ranks.sharded_weights import ShardedArena
 from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of, whole_of
 from heterorl.learner.checks.replay import Canary
 from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor, UnfinishedCheckpoint, cursor_of
@@ -81,8 +81,6 @@ class Publisher:
     checkpoint_every_versions: int
     signer: Signer | None = None
     canary: Canary | None = None
-    dead_band_ulp: float = 0.0
-    """The backend's, noted in checkpoints."""
     threads: int = 1
     """Chunks of weights that are coded at once."""
     variants: Variants | None = None
@@ -123,13 +121,13 @@ class Publisher:
         shadow, maker = self.position.shadow, maker_of(backend, with_variants=self.variants is not None)
         if maker is not None:
             if isinstance(shadow, Arena):
-                shadow = await in_thread(maker.divide, source_of(shadow))
+                shadow = await in_thread(maker.divide, shadow)
                 self.position = replace(self.position, shadow=shadow)
-            return await in_thread(maker.stage, published=shadow)
+            return await in_thread(maker.stage)
         assert not isinstance(shadow, ShardedArena), "one process has all of the shadow"
         if self._spare is None:
             self._spare = Arena(self.layout)
-        await in_thread(backend.store, self._spare, published=shadow)
+        await in_thread(backend.store, self._spare)
         return self._spare
 
     async def publish(
@@ -207,7 +205,7 @@ class Publisher:
             encode = functools.partial(self.variants.encode, step=draft.step, with_snapshot=with_snapshot)
             with room(self.directory):
                 forms = await in_thread(encode, self.position, draft.forms)
-        cursor = cursor_of(encoded, self.position, consumed=consumed, reports=reports, dead_band_ulp=self.dead_band_ulp)
+        cursor = cursor_of(encoded, self.position, consumed=consumed, reports=reports)
         checkpoint = None
         if draft.begun is not None:
             checkpoint = await in_thread(

@@ -42,10 +42,9 @@ from heterorl.common.process.threads import in_thread
 from heterorl.common.types.policy import NO_VERSION, Manifest
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
-from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of, read_snapshot
+from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of
 from heterorl.learner.publish.checkpoint_store import (
     BACKEND_DIRECTORY,
-    PUBLISHED_FILE,
     Cursor,
     find_published,
     read_all_scales,
@@ -252,17 +251,14 @@ class Resumption:
         variants = self.publisher.variants
         await in_thread(self.backend.restore, path / BACKEND_DIRECTORY)
         maker = maker_of(self.backend, with_variants=variants is not None)
-        published = await in_thread(read_snapshot, path / PUBLISHED_FILE, self.backend.layout, maker)
         if variants is not None:
             variants.offer_scales(await in_thread(read_all_scales, path, variants.layouts))
-        # On top of the published weights: a dead band would look like damage. Under another band the masters may round
-        # to other weights, and only the published ones are checked.
-        if cursor.dead_band_ulp != self.publisher.dead_band_ulp:
-            _LOG.info("backend.dead_band_ulp was %g at version %d", cursor.dead_band_ulp, cursor.version)
-        elif isinstance(published, Arena):
-            await in_thread(self.backend.store, published, published=published)
-        elif maker is not None:
-            published = await in_thread(maker.stage, published=published)
+        published: Weights
+        if maker is None:
+            published = Arena(self.backend.layout)
+            await in_thread(self.backend.store, published)
+        else:
+            published = await in_thread(maker.stage)
         root = await in_thread(published.state_root)
         if root != cursor.state_root:
             raise CorruptStore(f"{path} restores to state {root[:12]}, not to {cursor.state_root[:12]}")
@@ -360,12 +356,11 @@ class Resumption:
         """A version's weights for a delta; None if they cannot be rebuilt."""
         data = await self.published.manifest(version)
         root = manifest_from_bytes(data).state_root
-        maker = maker_of(self.backend, with_variants=self.publisher.variants is not None)
-        paths = self.publisher.store.paths()
-        arena = await in_thread(find_published, paths, version, root, self.backend.layout, maker=maker)
+        arena = await in_thread(find_published, self.publisher.store.paths(), version, root, self.backend.layout)
         if arena is not None:
             _LOG.info("version %d is taken from its checkpoint", version)
-            return arena
+            maker = maker_of(self.backend, with_variants=self.publisher.variants is not None)
+            return arena if maker is None else await in_thread(maker.divide, arena)
         try:
             return await self.published.rebuild(data)
         except (UnknownVersion, UnknownPayload, CorruptData) as error:

@@ -7,7 +7,7 @@ A step counts staleness from the version that it builds on, also while that one 
 undoes the steps that build on it: the loop ends after the current step, and the groups of its inbox return to the
 queue. An order closes the inbox; the publication ends first. A failed publication ends the loop at once.
 
-A step's groups are fresh and within the envelope: as many as the step asked for, or none where the inbox closed. Groups
+A step's groups are fresh: as many as the step asked for, or none where the inbox closed. Groups
 of equal rewards are among them, except those that `dynamic_sampling` replaces. The coordinator hears of every other
 group, with the reason, before the next one is waited for. Of groups that the version under publication makes too old it
 hears after that publication. A group that is given up twice, because an answer was lost, is counted once.
@@ -18,7 +18,6 @@ import dataclasses
 import enum
 import logging
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from heterorl.common.api import LearnerApi
@@ -28,11 +27,8 @@ from heterorl.common.process.metrics import EVALUATION_ACCURACY
 from heterorl.common.process.threads import in_thread, most_serious
 from heterorl.common.types.common import LearnerPhase, StepReport
 from heterorl.common.types.policy import LeaseGrant
-from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, Rejection, without_stale
-from heterorl.common.types.sample import EvaluationSample
+from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, without_stale
 from heterorl.learner.backends.train_backend import TrainBackend, Weights, whole_of
-from heterorl.learner.checks.findings import judge_log_ratios
-from heterorl.learner.checks.replay import log_ratios
 from heterorl.learner.checks.reward_signal import RewardSignal, split_uniform
 from heterorl.learner.evaluate import Evaluation, Evaluator
 from heterorl.learner.learner_config import LearnerConfig
@@ -63,18 +59,10 @@ class _Trained:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Evaluated:
-    """An evaluation that is not recorded yet, and its samples."""
-
-    evaluation: Evaluation
-    samples: Sequence[EvaluationSample]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class _Ready:
     draft: Draft
     trained: _Trained
-    evaluated: _Evaluated | None
+    evaluation: Evaluation | None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -158,22 +146,21 @@ class TrainingLoop:
         with self.progress.phase(LearnerPhase.PUBLISHING):
             arena = await self.publisher.stage(self.backend)
         version = self.publisher.position.head_version + 1
-        evaluated: _Evaluated | None = None
+        evaluation: Evaluation | None = None
         if self._is_evaluation_due(version):
-            evaluated = await self._evaluate(arena, version)
-            accuracy = evaluated.evaluation.accuracy
-            trained.reports[-1] = dataclasses.replace(trained.reports[-1], evaluation_accuracy=accuracy)
+            evaluation = await self._evaluate(arena, version)
+            trained.reports[-1] = dataclasses.replace(trained.reports[-1], evaluation_accuracy=evaluation.accuracy)
         is_last = self.step >= self.config.max_steps
         with self.progress.phase(LearnerPhase.PUBLISHING):
             draft = await self.publisher.prepare(arena, step=self.step, saved_by=self.backend, is_last=is_last)
         self._parent = (version, arena)
-        return _Ready(draft=draft, trained=trained, evaluated=evaluated)
+        return _Ready(draft=draft, trained=trained, evaluation=evaluation)
 
     async def _publish(self, ready: _Ready) -> None:
         trained = ready.trained
         await self.publisher.carry_out(ready.draft, consumed=trained.consumed, reports=trained.reports)
-        if ready.evaluated is not None:
-            self._note(ready.evaluated)
+        if ready.evaluation is not None:
+            self._note(ready.evaluation)
         self.num_unpublished -= len(trained.reports)
         self.inbox.settle(trained.consumed)
         self.notes.published(trained.consumed)
@@ -194,8 +181,8 @@ class TrainingLoop:
         reports: list[StepReport] = []
         consumed: list[GroupId] = []
         while len(reports) < self.config.steps_per_version and self.step < self.config.max_steps:
-            head, weights = self._head()
-            groups = await self.take(self.config.groups_per_step, head=head, weights=weights)
+            head, _ = self._head()
+            groups = await self.take(self.config.groups_per_step, head=head)
             if not groups:
                 return None
             with self.progress.phase(LearnerPhase.COMPUTING):
@@ -247,25 +234,23 @@ class TrainingLoop:
         every = self.config.evaluation.every_versions
         return self.evaluator is not None and every > 0 and version % every == 0
 
-    async def _evaluate(self, weights: Weights, version: int) -> _Evaluated:
+    async def _evaluate(self, weights: Weights, version: int) -> Evaluation:
         assert self.evaluator is not None, "asked only when one is due"
         with self.progress.phase(LearnerPhase.EVALUATING):
-            evaluation = await in_thread(self.evaluator.evaluate, await in_thread(whole_of, weights), version)
-        return _Evaluated(evaluation=evaluation, samples=self.evaluator.last_samples)
+            return await in_thread(self.evaluator.evaluate, await in_thread(whole_of, weights), version)
 
-    def _note(self, evaluated: _Evaluated) -> None:
+    def _note(self, evaluation: Evaluation) -> None:
         """Record the evaluation of a published version."""
-        evaluation = evaluated.evaluation
-        self.notes.evaluated(evaluated.samples)
-        self.publisher.training_log.note_evaluation(dataclasses.asdict(evaluation))
+        self.notes.evaluated(evaluation.samples)
+        self.publisher.training_log.note_evaluation(evaluation.row())
         if evaluation.accuracy is not None:
             EVALUATION_ACCURACY.set(evaluation.accuracy)
             _LOG.info("version %d: held-out reward %.3f", evaluation.version, evaluation.accuracy)
 
-    async def take(self, count: int, *, head: int, weights: Weights) -> list[QueuedGroup]:
+    async def take(self, count: int, *, head: int) -> list[QueuedGroup]:
         """Groups for a step on version `head`; none when the inbox closed.
 
-        `head` may be under publication. Groups of equal rewards go first: their log-ratios need no look.
+        `head` may be under publication.
         """
         kept: list[QueuedGroup] = []
         self.num_replaced = 0
@@ -275,7 +260,7 @@ class TrainingLoop:
             if not arrived:
                 return []
             fresh = await self._fresh(arrived, head=head)
-            kept += await self._enveloped(await self._useful(fresh), weights)
+            kept += await self._useful(fresh)
         return kept
 
     async def let_go(self) -> None:
@@ -339,29 +324,3 @@ class TrainingLoop:
             await self._abandon([queued.group.id for queued in replaced], reason, counted_as=DropReason.UNIFORM)
             self.notes.abandoned(replaced)
         return kept
-
-    async def _enveloped(self, groups: list[QueuedGroup], weights: Weights) -> list[QueuedGroup]:
-        """Groups whose log-ratios under a step's weights are in the envelope."""
-        config = self.config.verification
-        if config.max_log_ratio == 0 or not groups:
-            return groups
-        temperature = self.config.sampling.semantics().logprob_temperature
-        model = self.backend.torch_model
-        with self.progress.phase(LearnerPhase.EXAMINING):
-            whole = await in_thread(whole_of, weights)
-            found = await in_thread(
-                log_ratios, model, [queued.group for queued in groups], weights=whole, temperature=temperature
-            )
-        findings = [judge_log_ratios(ratios, config) for ratios in found]
-        rejected = {
-            queued.group.id: Rejection(id=queued.group.id, reason=finding.reason, detail=finding.detail)
-            for queued, finding in zip(groups, findings, strict=True)
-            if finding.reason is not None
-        }
-        if rejected:
-            _LOG.warning("%d groups are rejected: log-ratios beyond verification.max_log_ratio", len(rejected))
-            rejections = list(rejected.values())
-            await self.backoff.retry(lambda: self.api.reject_groups(epoch=self.grant.epoch, rejections=rejections))
-            self.inbox.settle(rejected)
-            self.notes.rejected(queued.group for queued in groups if queued.group.id in rejected)
-        return [queued for queued, finding in zip(groups, findings, strict=True) if finding.is_sound]

@@ -44,8 +44,6 @@ class _Training(Config):
     forward_weights: Literal["published", "masters"] = "published"
     """Weights of the loss: `published` (masters rounded, gradients passed through), or `masters`, which are never
     sampled from or exported."""
-    dead_band_ulp: float = Field(default=0.0, ge=0.0, le=4.0)
-    """Weights this close to their published value keep it; 0.75 makes deltas a quarter smaller, below 0.5 nothing."""
     threads: int = Field(default=0, ge=0)
     """CPU threads of torch and the weight codec; 0: torch's choice (ranks: a share of the cores), and one a core."""
     gradient_checkpointing: bool = False

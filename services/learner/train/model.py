@@ -24,7 +24,7 @@ from heterorl.common.model.adapters import PARTS, has_adapters
 from heterorl.common.model.logprobs import token_logprobs
 from heterorl.common.model.model_directory import check_model_dir, first_line
 from heterorl.common.model.model_loading import load_pretrained
-from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors, read_tensor, round_base, round_to, types_of
+from heterorl.common.model.tensors import TORCH_DTYPE, published_tensors, read_tensor, round_base, types_of
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.train.backend_config import BackendConfig, TorchBackendConfig
 from heterorl.learner.train.batch import Batching, MicroBatch, TrainingSequence, collate
@@ -278,38 +278,21 @@ def in_bf16(model: nn.Module) -> Iterator[None]:
 class Rounding:
     """A model's masters rounded as published, for the passes of a step."""
 
-    def __init__(self, model: nn.Module, layout: Layout, *, dead_band_ulp: float) -> None:
-        """For a model whose tensors stay the same objects.
-
-        Passes apply the dead band of publications; a copy in the published type is then held.
-        """
+    def __init__(self, model: nn.Module, layout: Layout) -> None:
+        """For a model whose tensors stay the same objects."""
         self._tensors = published_tensors(model)
         self._specs = [
             spec
             for spec in layout.specs
             if not spec.alias_of and self._tensors[spec.name].dtype != TORCH_DTYPE[spec.dtype]
         ]
-        self._band = dead_band_ulp
-        self._published: dict[str, torch.Tensor] = {}
-
-    def note_published(self, arena: Arena) -> None:
-        """Remember the newest version, from which a dead band counts."""
-        if self._band:
-            for spec in self._specs:
-                device = self._tensors[spec.name].device
-                self._published[spec.name] = read_tensor(arena, spec.name).to(device, copy=True)
 
     @contextmanager
     def applied(self) -> Iterator[None]:
         """Let the model compute with rounded weights; costs one copy of them."""
         with torch.no_grad():
             values = {
-                spec.name: round_to(
-                    self._tensors[spec.name],
-                    TORCH_DTYPE[spec.dtype],
-                    published=self._published.get(spec.name),
-                    dead_band_ulp=self._band,
-                ).to(self._tensors[spec.name].dtype)
+                spec.name: self._tensors[spec.name].to(TORCH_DTYPE[spec.dtype]).to(self._tensors[spec.name].dtype)
                 for spec in self._specs
             }
         with _swapped(self._tensors, values):

@@ -23,13 +23,8 @@ from tests.support.statements import statement
 
 VLLM = {"engine.kind": "vllm"}
 DEEPSPEED, FSDP2 = {"backend.kind": "deepspeed"}, {"backend.kind": "fsdp2"}
-RATIO = {"verification.max_log_ratio": 1.0}
 LEARNERS = {
     "adapters and deepspeed": ({**DEEPSPEED, "lora.rank": 8}, "lora", "use backend fsdp2 or torch"),
-    "log ratios and fsdp2": ({**FSDP2, **RATIO}, "verification.max_log_ratio", "set it to 0"),
-    "log ratios and stage 3": (
-        {**DEEPSPEED, "backend.stage": 3, **RATIO}, "verification.max_log_ratio", "set it to 0",
-    ),
     "reference model and deepspeed": (
         {**DEEPSPEED, "loss.kind": "grpo", "loss.reference_kl": 0.1}, "loss.reference_kl", 'set backend.kind to "fsdp2"',
     ),
@@ -81,7 +76,6 @@ def test_keys_that_no_start_accepts_are_a_problem_of_the_file(service, keys, key
     ("service", "keys"),
     [
         ("learner", {**FSDP2, "lora.rank": 8}),
-        ("learner", {**DEEPSPEED, "backend.stage": 2, **RATIO}),
         ("learner", {**FSDP2, "loss.kind": "grpo", "loss.reference_kl": 0.1}),
         ("learner", {"backend.liger": True, "backend.device": "cuda:1"}),
         ("learner", {"group_size": 8, "sampling.min_members": 8}),

@@ -173,7 +173,7 @@ def test_held_out_prompt_that_the_template_refuses_is_left_out(caplog):
         evaluation = evaluator.evaluate(Arena(LAYOUT), version)
 
     assert (evaluation.num_prompts, evaluation.num_completions, evaluation.num_errors) == (3, 3, 0)
-    assert [sample.prompt_index for sample in evaluator.last_samples] == [0, 2, 3]
+    assert [sample.prompt_index for sample in evaluation.samples] == [0, 2, 3]
     # Its absence moves no other seed: an environment may refuse it in one version alone.
     assert engine.seeds == [[0, 2, 3], [0, 2, 3]]
     assert caplog.text.count("held-out prompt 1 is left out") == 1
@@ -195,7 +195,7 @@ def test_held_out_prompt_whose_answer_cannot_be_read_is_not_drawn(caplog):
         evaluation = evaluator.evaluate(Arena(LAYOUT), version)
 
     assert (evaluation.num_prompts, evaluation.num_completions, evaluation.num_errors) == (3, 3, 0)
-    assert [sample.prompt_index for sample in evaluator.last_samples] == [0, 2, 3]
+    assert [sample.prompt_index for sample in evaluation.samples] == [0, 2, 3]
     assert caplog.text.count("held-out prompt 1 is left out") == 1
 
 
@@ -210,9 +210,9 @@ def test_what_was_generated_is_there_to_be_read():
     evaluator = Evaluator(
         task=task, engine=Answering(task, 1), prompter=Bytes(), num_prompts=2, num_per_prompt=2, seed=0
     )
-    evaluator.evaluate(Arena(LAYOUT), 3)
+    evaluation = evaluator.evaluate(Arena(LAYOUT), 3)
 
-    first, second = evaluator.last_samples
+    first, second = evaluation.samples
     assert (first.version, first.prompt_index, first.prompt) == (3, 0, task.evaluation_prompt(0).text)
     assert [rollout.completion for rollout in first.rollouts] == [task.evaluation_prompt(0).answer] * 2
     assert first.rollouts[0].reward_parts == (RewardPart(name="correct", value=1.0),)

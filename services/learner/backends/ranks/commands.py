@@ -31,7 +31,7 @@ class Do(Enum):
     STOP = "stop"
 
 
-AGREED = frozenset({Do.FREEZE, Do.RESTORE, Do.STAGE, Do.DIVIDE})
+AGREED = frozenset({Do.FREEZE, Do.RESTORE, Do.STAGE})
 """Commands that raise a HeterorlError on all ranks or on none."""
 
 

@@ -77,13 +77,7 @@ class ShardedBackend(StepRecorder):
             replay=RouterReplay(sharding.model) if replays_routing else None,
         )
         sharding.settle()
-        held = ShardedVersions(
-            state=sharding.state,
-            layout=sharding.layout,
-            buffers=self._buffers,
-            ranks=ranks,
-            dead_band_ulp=config.dead_band_ulp,
-        )
+        held = ShardedVersions(state=sharding.state, layout=sharding.layout, buffers=self._buffers, ranks=ranks)
         self.versions = VersionEngine(held, tell=self._tell)
         """Versions that several ranks make together; `store` is for one rank."""
         self._writing: Writing | None = None
@@ -100,23 +94,20 @@ class ShardedBackend(StepRecorder):
         step_s = self._clock.monotonic() - started
         return end.report(groups, step=step, head_version=head_version, step_s=step_s)
 
-    def store(self, arena: Arena, *, published: Arena | None = None) -> None:
+    def store(self, arena: Arena) -> None:
         """Store the masters; rank 0 holds one whole tensor at a time.
         Rank 0 also has the arena, the others only their pieces."""
         self._tell(Command(do=Do.STORE))
         problem: HeterorlError | None = None
-        band = self._config.dead_band_ulp
         for name, tensor in self._state.gather_all():
             assert tensor is not None, "rank 0 receives"
             try:
                 # A name may be an alias in the layout: ties are sorted by the name in the state dict.
-                tensors.store_tensors(
-                    [(self.layout.spec(name), tensor)], arena, published=published, dead_band_ulp=band
-                )
+                tensors.store_tensors([(self.layout.spec(name), tensor)], arena)
             except HeterorlError as error:
                 problem = problem or error
         buffers = [(self.layout.spec(name), buffer) for name, buffer in self._buffers.items()]
-        tensors.store_tensors(buffers, arena, published=published, dead_band_ulp=band)
+        tensors.store_tensors(buffers, arena)
         if problem is not None:
             raise problem
 

@@ -7,7 +7,7 @@ All ranks know the pieces of all, so senders are computed, not negotiated. All r
 
     stage     round the masters and send them to the owners of their chunks, one chunk each at a time
     code      each rank codes its chunks; rank 0 receives coded bytes in the order of the payload
-    divide    rank 0 sends coded chunks of a file or arena; their owners decode them
+    divide    rank 0 sends the chunks of an arena
     whole     all chunks on rank 0, for work that cannot be divided
 
 Guarantees: bits, coded bytes and digests are as in one process with an arena. In addition to its chunks a rank holds
@@ -28,20 +28,17 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from heterorl.common.errors import ConfigError, CorruptData, MalformedPayload
+from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.common.process.threads import in_order
 from heterorl.common.types.common import Digest
 from heterorl.common.weights.arena import WIDTH, Arena, IntArray, Layout, digest_integers, state_root, zeros
-from heterorl.common.weights.codec import Method, apply_chunk, encode_chunk
+from heterorl.common.weights.codec import encode_chunk
 from heterorl.common.weights.payload import CodedChunk
 from heterorl.learner.backends.ranks.collectives import Collectives
 from heterorl.learner.backends.ranks.commands import Command, Do
 from heterorl.learner.backends.ranks.sharded_state import Piece, ShardedState
 
-Source = Callable[[int], tuple[int, bytes]]
-"""Method and bytes of a chunk that is coded without a state before it."""
-_BROKEN = -1
 _CODED = struct.Struct("<qq")
 """Method and changed elements, before the bytes of a chunk."""
 
@@ -96,16 +93,6 @@ class Exchange:
         return found
 
 
-def source_of(arena: Arena) -> Source:
-    """The chunks of an arena, uncoded."""
-
-    def read(number: int) -> tuple[int, bytes]:
-        chunk = arena.chunk(number)
-        return Method.RAW, chunk.astype(chunk.dtype.newbyteorder("<"), copy=False).tobytes()
-
-    return read
-
-
 @dataclass(kw_only=True, eq=False, repr=False)
 class ShardedVersions:
     """One rank's chunks of a few versions, numbered by rank 0."""
@@ -114,7 +101,6 @@ class ShardedVersions:
     layout: Layout
     buffers: Mapping[str, torch.Tensor]
     ranks: Collectives
-    dead_band_ulp: float
 
     def __post_init__(self) -> None:
         """Take over the tables of pieces.
@@ -129,14 +115,11 @@ class ShardedVersions:
     def keep(self, versions: Sequence[int]) -> None:
         self._chunks = {version: chunks for version, chunks in self._chunks.items() if version in versions}
 
-    def stage(self, version: int, *, published: int | None) -> tuple[bytes, ...]:
+    def stage(self, version: int) -> tuple[bytes, ...]:
         """Round the masters; returns the digest of every chunk, on every rank.
-
-        A dead band counts from the version `published`.
 
         Raises ConfigError: on all ranks: a weight is not finite in the published type.
         """
-        before = None if published is None or not self.dead_band_ulp else self._chunks[published]
         found: dict[int, IntArray] = {}
         broken: list[str] = []
         for first in range(0, len(self.layout.chunks), self.ranks.world_size):
@@ -145,10 +128,8 @@ class ShardedVersions:
             received = self._exchanged(first)
             if number < len(self.layout.chunks):
                 found[number] = zeros(self.layout.chunks[number])
-                for segment, values in received:
+                for segment, rounded in received:
                     part = slice(segment.place, segment.place + segment.size)
-                    old = None if before is None else before[number][part]
-                    rounded = self._rounded(segment.name, values, old)
                     if not rounded.to(torch.float32).isfinite().all():
                         broken.append(segment.name)
                     found[number][part] = rounded.view(tensors.INTEGER[rounded.element_size()]).numpy()
@@ -180,37 +161,18 @@ class ShardedVersions:
             owner = number % self.ranks.world_size
             yield next(own) if owner == 0 else self._receive(rank=owner)
 
-    def divide(self, version: int, source: Source | None) -> tuple[bytes, ...]:
-        """Read each chunk on rank 0 and decode it on its owner.
-        Returns the digest of every chunk, on every rank.
-
-        Raises:
-            CorruptData: on all ranks: the source is broken.
-            OSError: on rank 0: it cannot be read.
-        """
+    def divide(self, version: int, arena: Arena | None) -> tuple[bytes, ...]:
+        """Take the chunks of rank 0's arena.
+        Returns the digest of every chunk, on every rank."""
         found: dict[int, IntArray] = {}
-        problem: CorruptData | OSError | None = None
         for number, chunk in enumerate(self.layout.chunks):
             owner = number % self.ranks.world_size
-            method, data = _BROKEN, b""
-            if source is not None and problem is None:
-                try:
-                    method, data = source(number)
-                except (CorruptData, OSError) as error:
-                    problem = error
-            if self.ranks.rank == 0 and owner:
-                self._send(method, data, 0, rank=owner)
-            if self.ranks.rank != owner:
-                continue
-            if owner:
-                method, data, _ = self._receive(rank=0)
-            found[number] = zeros(chunk)
-            try:
-                apply_chunk(method, memoryview(data), found[number])
-            except CorruptData as error:
-                problem = problem or error
-        if not self.ranks.all_agree(problem is None):
-            raise problem or MalformedPayload("another rank cannot decode its chunks")
+            if owner and arena is not None:
+                self.ranks.send(_bytes_of(arena.chunk(number)), rank=owner)
+            elif self.ranks.rank == owner:
+                found[number] = zeros(chunk) if arena is None else arena.chunk(number).copy()
+                if arena is None:
+                    self.ranks.receive(_bytes_of(found[number]), rank=0)
         self._chunks[version] = found
         return self._digests(version)
 
@@ -218,13 +180,13 @@ class ShardedVersions:
         own = self._chunks[version]
         if self.ranks.rank:
             for number in sorted(own):
-                self.ranks.send(torch.from_numpy(own[number]).view(torch.uint8), rank=0)
+                self.ranks.send(_bytes_of(own[number]), rank=0)
             return None
         arena = Arena(self.layout)
         for number in range(arena.num_chunks):
             owner = number % self.ranks.world_size
             if owner:
-                self.ranks.receive(torch.from_numpy(arena.chunk(number)).view(torch.uint8), rank=owner)
+                self.ranks.receive(_bytes_of(arena.chunk(number)), rank=owner)
             else:
                 arena.chunk(number)[:] = own[number]
         return arena
@@ -267,16 +229,10 @@ class ShardedVersions:
         return values.to(self._sent_dtype(segment.name)).cpu().contiguous().view(torch.uint8)
 
     def _sent_dtype(self, name: str) -> torch.dtype:
-        # With a dead band send the master: it is compared where the published value is.
-        return torch.float32 if self.dead_band_ulp else tensors.TORCH_DTYPE[self.layout.spec(name).dtype]
+        return tensors.TORCH_DTYPE[self.layout.spec(name).dtype]
 
     def _num_bytes(self, segment: Segment) -> int:
         return segment.size * self._sent_dtype(segment.name).itemsize
-
-    def _rounded(self, name: str, values: torch.Tensor, published: IntArray | None) -> torch.Tensor:
-        dtype = tensors.TORCH_DTYPE[self.layout.spec(name).dtype]
-        bits = None if published is None else torch.from_numpy(published).view(dtype)
-        return tensors.round_to(values, dtype, published=bits, dead_band_ulp=self.dead_band_ulp).contiguous()
 
     def _send(self, method: int, data: bytes, num_changed: int, *, rank: int) -> None:
         self.ranks.send_bytes(_CODED.pack(method, num_changed) + data, rank=rank)
@@ -285,6 +241,10 @@ class ShardedVersions:
         received = self.ranks.receive_bytes(rank=rank)
         method, num_changed = _CODED.unpack_from(received)
         return method, received[_CODED.size :], num_changed
+
+
+def _bytes_of(values: IntArray) -> torch.Tensor:
+    return torch.from_numpy(values).view(torch.uint8)
 
 
 class ShardedArena:
@@ -326,21 +286,21 @@ class VersionEngine:
         self._arenas: WeakValueDictionary[int, ShardedArena] = WeakValueDictionary()
         self._newest = 0
 
-    def stage(self, *, published: ShardedArena | None) -> ShardedArena:
+    def stage(self) -> ShardedArena:
         """`store` into weights that all ranks hold together."""
-        command = self.say(Do.STAGE, before=published)
-        return self._named(command, self.held.stage(command.version, published=command.before))
+        command = self.say(Do.STAGE)
+        return self._named(command, self.held.stage(command.version))
 
-    def divide(self, source: Source) -> ShardedArena:
-        """Shard published weights among the ranks; raises what the source raises."""
+    def divide(self, arena: Arena) -> ShardedArena:
+        """Shard published weights among the ranks."""
         command = self.say(Do.DIVIDE)
-        return self._named(command, self.held.divide(command.version, source))
+        return self._named(command, self.held.divide(command.version, arena))
 
     def obey(self, command: Command) -> None:
         """Do the part of another rank than 0."""
         self.held.keep(command.kept)
         if command.do is Do.STAGE:
-            self.held.stage(command.version, published=command.before)
+            self.held.stage(command.version)
         elif command.do is Do.DIVIDE:
             self.held.divide(command.version, None)
         elif command.do is Do.CODE:

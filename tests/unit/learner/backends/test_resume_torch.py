@@ -27,47 +27,28 @@ def model_dir(tmp_path_factory):
     return directory
 
 
-def _backend(model_dir, dead_band_ulp):
-    config = TorchBackendConfig(lr=1e-2, dead_band_ulp=dead_band_ulp)
+def _backend(model_dir):
+    config = TorchBackendConfig(lr=1e-2)
     return TorchBackend(model_dir=model_dir, config=config, loss=GepoConfig(), sampling=SAMPLING)
 
 
-@pytest.fixture(scope="module", params=[0.0, 2.0])
-def straight(request, tmp_path_factory, model_dir):
-    """A dead band, and the root at the end of a run with it that nobody kills."""
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, model_dir):
+    """The root at the end of a run that is not killed."""
     directory = tmp_path_factory.mktemp("reference")
-    contract = make_contract(_backend(model_dir, request.param).layout)
+    contract = make_contract(_backend(model_dir).layout)
 
     async def uninterrupted():
         core = await open_coordinator(directory)
         await asyncio.gather(
-            learn(learner_config(directory), core, _backend(model_dir, request.param), contract=contract),
+            learn(learner_config(directory), core, _backend(model_dir), contract=contract),
             fill(core, 6, contract=contract),
         )
         root = await head_root(core)
         await core.close()
         return root
 
-    return request.param, asyncio.run(uninterrupted())
-
-
-@pytest.mark.parametrize(("before", "after"), [(2.0, 0.0), (2.0, 0.75), (0.0, 0.75)])
-async def test_another_dead_band_goes_on_with_masters_and_optimizer(tmp_path, model_dir, before, after, caplog):
-    contract = make_contract(_backend(model_dir, before).layout)
-    core = await open_coordinator(tmp_path)
-
-    def life(band, **changes):
-        config = learner_config(tmp_path, backend={"dead_band_ulp": band}, **changes)
-        return learn(config, core, _backend(model_dir, band), contract=contract)
-
-    await asyncio.gather(life(before, max_steps=2), fill(core, 6, contract=contract))
-    caplog.set_level("INFO")
-
-    result = await life(after, max_steps=3)
-
-    assert (result.is_finished, result.version) == (True, 3)
-    assert f"backend.dead_band_ulp was {before:g} at version 2" in caplog.text
-    await core.close()
+    return asyncio.run(uninterrupted())
 
 
 @pytest.mark.parametrize(
@@ -80,8 +61,7 @@ async def test_another_dead_band_goes_on_with_masters_and_optimizer(tmp_path, mo
     ids=lambda kills: "+".join(f"{when}:{method}" for when, method in kills),
 )
 async def test_torch_run_ends_with_the_same_weights_when_killed_and_resumed(tmp_path, model_dir, straight, kills):
-    dead_band_ulp, expected = straight
-    contract = make_contract(_backend(model_dir, dead_band_ulp).layout)
+    contract = make_contract(_backend(model_dir).layout)
     core = await open_coordinator(tmp_path)
     config = learner_config(tmp_path)
     filling = asyncio.create_task(fill(core, 6, contract=contract))
@@ -89,11 +69,11 @@ async def test_torch_run_ends_with_the_same_weights_when_killed_and_resumed(tmp_
         # The second call of the first life is that of version 1; later lives resume before they train.
         api = FragileApi(core, **{when: (method, 2 if number == 0 else 1)})
         with pytest.raises(Killed):
-            await learn(config, api, _backend(model_dir, dead_band_ulp), contract=contract)
+            await learn(config, api, _backend(model_dir), contract=contract)
 
-    result = await learn(config, core, _backend(model_dir, dead_band_ulp), contract=contract)
+    result = await learn(config, core, _backend(model_dir), contract=contract)
 
     await filling
     assert result.is_finished
-    assert await head_root(core) == expected
+    assert await head_root(core) == straight
     await core.close()

@@ -37,12 +37,11 @@ from heterorl.learner.checks.findings import (
     Replay,
     VerificationConfig,
     checked_share,
-    judge_log_ratios,
     judge_logprobs,
     judge_margins,
     logprob_difference,
 )
-from heterorl.learner.checks.replay import Replayer, log_ratios
+from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.checks.reward_checks import judge_rewards
 from heterorl.learner.checks.verifier import Limits, VerificationContext, Verifier
 from heterorl.learner.run.inbox import Inbox, feed
@@ -386,7 +385,6 @@ def test_numbers_that_are_none_never_pass():
     assert not judge_logprobs([nan], [Replay(logprobs=good, margins=None)], VerificationConfig()).is_sound
     assert not judge_logprobs([good], [Replay(logprobs=nan, margins=None)], VerificationConfig()).is_sound
     assert not judge_margins([Replay(logprobs=good, margins=nan)], VerificationConfig()).is_sound
-    assert not judge_log_ratios([float("nan")], VerificationConfig(max_log_ratio=1.0)).is_sound
 
 
 def test_small_differences_in_all_rollouts_are_found_in_the_group_as_a_whole():
@@ -461,24 +459,6 @@ def test_no_pass_of_a_replay_has_more_tokens_than_it_may(site, honest, monkeypat
     assert [one.logprobs.size for one in found] == [2, 40, 2, 2]
     for one in found[2:]:
         np.testing.assert_allclose(one.logprobs, found[0].logprobs, rtol=1e-4, atol=1e-5)
-
-
-def test_log_ratio_is_the_mean_difference_under_the_model(site, honest):
-    shifted = with_rollout(honest[0], 1, sampler_logprobs=honest[0].rollouts[1].sampler_logprobs - np.float32(2.0))
-
-    engine = site.engine()
-    drawn_with = Arena(engine.layout)
-    tensors.store(engine.model, drawn_with)
-    with torch.no_grad():
-        # What the model holds beside it, as masters do, is nobody's policy.
-        next(engine.model.parameters()).mul_(1.5)
-
-    (ratios,) = log_ratios(engine.model, [shifted], weights=drawn_with, temperature=1.0)
-
-    # The model is the one that drew: every ratio is 0 but that of the rollout that says it was less likely.
-    assert ratios == pytest.approx([0.0, 2.0, 0.0, 0.0], abs=1e-4)
-    assert judge_log_ratios(ratios, VerificationConfig(max_log_ratio=1.9)).detail.startswith("rollouts[1]")
-    assert judge_log_ratios(ratios, VerificationConfig(max_log_ratio=2.1)).is_sound
 
 
 class Stream:

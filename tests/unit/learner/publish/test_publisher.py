@@ -252,23 +252,6 @@ async def test_shadow_advances_when_the_version_is_acknowledged(coordinator, tmp
     assert world.publisher.position.head_version == 1
 
 
-async def test_backend_rounds_on_top_of_what_was_published(coordinator, tmp_path):
-    tops = []
-
-    class Recording(NumpyBackend):
-        def store(self, arena, *, published=None):
-            tops.append(published)
-            super().store(arena, published=published)
-
-    world = await World.open(coordinator, tmp_path, backend=Recording())
-    await world.resume()
-    shadow = world.publisher.position.shadow
-    await world.advance()
-
-    assert tops[0] is None
-    assert tops[1] is shadow
-
-
 async def test_refused_publication_leaves_no_checkpoint(coordinator, tmp_path):
     world = await World.open(coordinator, tmp_path)
     await world.resume()

@@ -84,7 +84,7 @@ class SparseBackend(NumpyBackend):
         self.weights, self.momentum = kept, np.zeros(96, np.float32)
         return report
 
-    def store(self, arena, *, published=None):
+    def store(self, arena):
         bits = (self.weights.view(np.int32) >> 16).astype(np.int16)
         arena.view("a")[...] = bits[:-32].reshape(64, 64)
         arena.view("b")[...] = bits[-32:]

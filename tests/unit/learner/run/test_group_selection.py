@@ -65,7 +65,7 @@ async def test_step_keeps_its_size_and_its_order_when_groups_are_replaced(tmp_pa
         coming=[uniform(4), queued(5), queued(6)],
     )  # fmt: skip
 
-    taken = await selection.take(3, head=0, weights=None)
+    taken = await selection.take(3, head=0)
 
     assert numbers(taken) == [2, 5, 6]
     reason = "all rewards are equal; step 1 takes other groups"
@@ -78,20 +78,20 @@ async def test_step_keeps_its_size_and_its_order_when_groups_are_replaced(tmp_pa
 async def test_step_trains_on_equal_rewards_beyond_its_bound_and_the_next_one_counts_anew(tmp_path):
     selection = await selection_of(tmp_path, [uniform(1), uniform(2)], room=1, coming=[uniform(3)])
 
-    first = await selection.take(2, head=0, weights=None)
+    first = await selection.take(2, head=0)
     assert (numbers(first), selection.num_replaced) == ([2, 3], 1)
 
     for sequence in (4, 5):
         await selection.inbox.put(uniform(sequence))
     selection.api.coming = [queued(6)]
-    second = await selection.take(2, head=0, weights=None)
+    second = await selection.take(2, head=0)
     assert (numbers(second), selection.num_replaced) == ([5, 6], 1)
 
 
 async def test_nothing_is_replaced_by_default(tmp_path):
     selection = await selection_of(tmp_path, [uniform(1), uniform(2)], room=0)
 
-    assert numbers(await selection.take(2, head=0, weights=None)) == [1, 2]
+    assert numbers(await selection.take(2, head=0)) == [1, 2]
     assert (selection.api.told, selection.num_replaced) == ([], 0)
 
 
@@ -104,7 +104,7 @@ async def test_group_that_is_too_old_counts_as_that_whatever_its_rewards(tmp_pat
         for entry in selection.api.coming
     ]
 
-    assert numbers(await selection.take(1, head=3, weights=None)) == [2]
+    assert numbers(await selection.take(1, head=3)) == [2]
     assert [(told[0], told[1]) for told in selection.api.told] == [([1], DropReason.STALE_AT_COMMIT)]
     assert selection.num_replaced == 0
 
@@ -129,7 +129,7 @@ async def test_stale_tokens_leave_a_group_and_a_group_with_too_few_members_left_
     )  # fmt: skip
     selection.config = learner_config(tmp_path, sampling={"min_members": size})
 
-    taken = await selection.take(2, head=5, weights=None)
+    taken = await selection.take(2, head=5)
 
     assert numbers(taken) == [1, 5]
     assert [[rollout.num_drawn for rollout in entry.group.rollouts] for entry in taken] == [[1] * size] * 2

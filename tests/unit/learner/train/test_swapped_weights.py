@@ -5,7 +5,6 @@ import pytest
 import torch
 
 from heterorl.common.generation.hf_engine import HfEngine
-from heterorl.common.model import tensors
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.loss.loss_config import GepoConfig
@@ -109,69 +108,12 @@ def test_steps_too_small_for_the_published_type_add_up_in_the_masters(model_dir)
     assert all(not torch.equal(first[name], tensor) for name, tensor in weights(backend.torch_model).items())
 
 
-@pytest.mark.parametrize("band", [0.0, 0.75, 2.0])
-def test_what_a_dead_band_holds_back_is_held_back_from_the_passes_too(either_dir, band):
-    backend = _backend(either_dir, dead_band_ulp=band, lr=1e-3)
-    published = _arena(backend)
-    for step in range(4):
-        backend.train_step(random_groups(seed=step), head_version=step, step=step)
-        newer = Arena(backend.layout)
-        backend.store(newer, published=published)
-        published = newer
-        with arena_weights(backend.torch_model, published):
-            wanted = _logits(backend.torch_model)
-        with backend.computing():
-            seen = _logits(backend.torch_model)
-        assert torch.equal(seen, wanted)
-    plain = Arena(backend.layout)
-    tensors.store(backend.torch_model, plain)
-    assert (plain.digests() == published.digests()) == (band == 0.0)
-
-
-def test_between_two_publications_passes_see_what_would_be_published_now(model_dir):
-    backend = _backend(model_dir, dead_band_ulp=0.75)
-    published = _arena(backend)
-    backend.train_step(random_groups(), head_version=0, step=0)
-
-    with backend.computing():
-        seen = _logits(backend.torch_model)
-
-    backend.store(published, published=published)
-    with arena_weights(backend.torch_model, published):
-        assert torch.equal(seen, _logits(backend.torch_model))
-
-
-def test_dead_band_counts_from_the_checkpoint_after_a_restart(model_dir, tmp_path):
-    straight, resumed = (_backend(model_dir, dead_band_ulp=2.0) for _ in range(2))
-    published = _arena(straight)
-    for step in range(2):
-        straight.train_step(random_groups(seed=step), head_version=step, step=step)
-        newer = Arena(straight.layout)
-        straight.store(newer, published=published)
-        published = newer
-    straight.freeze(tmp_path)()
-    # As a restart does it: the masters, then the published weights on top of themselves.
-    resumed.restore(tmp_path)
-    again = published.copy()
-    resumed.store(again, published=again)
-    assert again.digests() == published.digests()
-
-    for backend in (straight, resumed):
-        backend.train_step(random_groups(seed=9), head_version=2, step=2)
-
-    assert is_identical(weights(straight.torch_model), weights(resumed.torch_model))
-
-
 @pytest.mark.parametrize("name", ["rounding", "arena"])
 def test_masters_come_back_bit_for_bit_when_a_pass_fails(model_dir, name):
     backend = _backend(model_dir)
     before, arena = weights(backend.torch_model), _arena(backend)
     model = backend.torch_model
-    context = (
-        Rounding(model, backend.layout, dead_band_ulp=0.0).applied()
-        if name == "rounding"
-        else arena_weights(model, arena)
-    )
+    context = Rounding(model, backend.layout).applied() if name == "rounding" else arena_weights(model, arena)
 
     def fail():
         with context:

@@ -280,6 +280,10 @@ PROMISES = [
     ("deploy/README.md", f"A service whose loop hangs for {notify.HUNG_S:g} s is ended and started again"),
     (
         "deploy/README.md",
+        f"(an engine: {completion_collector.HUNG_S:g} s and {completion_collector.HUNG_TIMES:g} longest completions)",
+    ),
+    (
+        "deploy/README.md",
         f"`docker pause` and `scontrol suspend` count (ranks: {1.25 * DIVIDED.backend.rank_timeout_s:g} s)",
     ),
 ]

@@ -60,7 +60,7 @@ ALL_WEIGHTS = LoraConfig()
 _LOG = logging.getLogger(__name__)
 LOCAL = frozenset(
     {"reward_path", "reward_timeout_s", "reward_workers", "cache_dir", "directory", "api_key_env", "api_key_file",
-     "ca_file", "cache_file", "rubric_file", "python", "shown", "sandbox", "environment_path", "step_timeout_s",
+     "ca_file", "cache_file", "rubric_file", "python", "shown", "environment_path", "step_timeout_s",
      "environment_memory_bytes", "environment_workers"}
 )  # fmt: skip
 """Task keys about one machine's files and resources: not stated, not adopted."""
@@ -109,7 +109,7 @@ class ContractConfig(NodeConfig):
     model_dir: str = Field(default="", max_length=4096)
     """Hugging Face directory or hub id of the start model, with its tokenizer."""
     task: TaskConfig = TaskConfig()
-    """Prompts and reward; equal on every node, except paths, workers, memory, sandbox, step_timeout_s and
+    """Prompts and reward; equal on every node, except paths, workers, memory, step_timeout_s and
     reward_timeout_s (which counts with `code`, below 5 with `math_verify`, below 4 with reasoning_gym)."""
     sampling: SamplingConfig = SamplingConfig()
     """How samplers draw tokens; equal on every node."""

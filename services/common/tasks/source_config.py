@@ -289,9 +289,6 @@ class SourceConfig(Config):
     reward_timeout_s: float = Field(default=5.0, gt=0, le=3600)
     """Processor time of one reward, or four times by the clock (http, judge: clock time only); then the completion is
     lost. math_verify: at most 5 s, 40 times by the clock; reasoning_gym: half of it, at most 2 s; then reward 0."""
-    sandbox: bool = True
-    """reasoning_gym: score in bubblewrap. False lets completions run any code as this user: only without namespaces and
-    secrets. Never adopted."""
     reward_workers: int = Field(default=1, ge=1, le=64)
     """Worker processes for rewards; a sampler has 4 unless this is set."""
     environment: str = ""

@@ -92,15 +92,11 @@ def test_values_that_this_program_refuses_are_named(tmp_path):
 def test_keys_of_one_machine_are_never_taken(tmp_path):
     found = adopt(
         short(tmp_path, '[join]\naccept = ["reward:mine:score"]\n'),
-        statement(
-            CONTRACT,
-            task={"reward": "mine:score", "reward_path": "/evil", "reward_timeout_s": 3000.0, "sandbox": False},
-        ),
+        statement(CONTRACT, task={"reward": "mine:score", "reward_path": "/evil", "reward_timeout_s": 3000.0}),
     )
 
     assert found.config.task.reward_path == str(tmp_path)
     assert found.config.task.reward_timeout_s == 5.0
-    assert found.config.task.sandbox
 
 
 def test_own_keys_of_the_data_leave_the_others_to_the_run(tmp_path):

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import logging
 import shutil
 import subprocess
 import sys
@@ -367,7 +366,7 @@ def test_without_bubblewrap_a_start_ends_with_what_to_install(tmp_path, monkeypa
     monkeypatch.setattr(bubblewrap, "_packaged", lambda: "")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match="scored in a sandbox: bubblewrap is not installed: apt install bubblewrap"):
-        gym_reward.load({"sandbox": True, "timeout_s": 5.0})
+        gym_reward.load({"timeout_s": 5.0})
 
 
 def test_a_sandbox_that_is_not_built_later_is_an_error_and_no_zero(tmp_path, monkeypatch):
@@ -383,24 +382,6 @@ def test_a_sandbox_that_is_not_built_later_is_an_error_and_no_zero(tmp_path, mon
             value(task, "1")
     finally:
         close_task(task)
-
-
-@pytest.mark.slow
-def test_without_a_sandbox_scores_are_equal_and_a_start_warns(task, caplog):
-    with caplog.at_level(logging.WARNING):
-        open_ = opened(COUNTDOWN.model_copy(update={"sandbox": False}))
-    try:
-        assert "task.sandbox is false: a completion of reasoning_gym:countdown may run any code" in caplog.text
-        assert open_.digest == task.digest
-        assert is_sound(open_)
-        # A child has from its parent that no process of the same user may trace it.
-        assert says(open_, "__import__('ctypes').CDLL(None).prctl(3) == 0") == 1.0
-        patch = "import reasoning_gym.games.countdown as c\nc.CountdownDataset.score_answer = lambda *_, **__: 1.0"
-        for code in (patch, "while True: pass", "x = bytearray(10 << 30)", "import os; os._exit(0)"):
-            assert value(open_, run(code)) == value(task, run(code))
-            assert is_sound(open_)
-    finally:
-        close_task(open_)
 
 
 def test_the_time_for_a_completion_is_part_of_the_contract():

@@ -249,7 +249,7 @@ async def test_turns_of_a_group_are_gone_before_it_is_handed_back(play):
     assert not left
 
 
-@pytest.mark.parametrize("seconds", [500.0, 610.0])
+@pytest.mark.parametrize("seconds", [590.0, 610.0])
 @pytest.mark.parametrize("turns", [1, 2])
 async def test_trajectory_that_took_too_long_goes_back(play, monkeypatch, turns, seconds):
     # A contract of one turn states no time.
@@ -260,10 +260,19 @@ async def test_trajectory_that_took_too_long_goes_back(play, monkeypatch, turns,
     world.clock.advance(seconds)
     world.conversations = again = free()
     again.limits = dataclasses.replace(again.limits, max_turns=contract.max_turns)
+    returned = []
+
+    async def abandon_work(*, assignments, **named):
+        # One that is granted again while its group waits in the outbox is handed back behind the push.
+        if not world.link.calls["push_groups"]:
+            returned.extend(assignments)
+        await world.core.abandon_work(assignments=assignments, **named)
+
+    world.link.replaced["abandon_work"] = abandon_work
     world.start()
     groups = await collected(world, monkeypatch, 2)
 
-    is_resumed = not world.link.calls["abandon_work"]
+    is_resumed = not returned
     assert is_resumed == (seconds < 600.0)
     assert mine == {group.assignment for group in groups[:2]} or not is_resumed
 

@@ -48,10 +48,8 @@ COLUMNS = ("fn_name", "func_name", "metadata", "entry_point", "test_setup_code",
 """Columns that some datasets need to make a test."""
 _CHECK = re.compile(r"^def +check *\(", re.MULTILINE)
 """Definition of the function in HumanEval's tests; an async one would run nothing."""
-_SETS = ("public_tests", "private_tests", "generated_tests")
-_PAIR_KEYS = frozenset({"input", "output"})
-_TABLE_KEYS = frozenset({"tests", "test_cases", "language", "inputs", "outputs", "fn_name", *_PAIR_KEYS, *_SETS})
-_ENTRY_KEYS = frozenset({"stdin", "stdout", "testtype", "type", "fn_name", "metadata", *_PAIR_KEYS})
+_TABLE_KEYS = frozenset({"tests", "test_cases", "language", "inputs", "outputs", "input", "output", "fn_name"})
+_ENTRY_KEYS = frozenset({"stdin", "stdout", "input", "output", "testtype", "type", "fn_name", "metadata"})
 _LANGUAGES = ("python", "python3", "py")
 _OF_FUNCTIONS = frozenset({"functional", "function_call", "call_based"})
 _OF_SOLUTION = "Solution()."
@@ -123,8 +121,6 @@ def tests_of(answer: str, columns: Mapping[str, Any]) -> list[Test]:
         if str(entries.get("language") or "python") not in _LANGUAGES:
             raise ValueError(f"tests of {entries['language']!r:.40} are not known; write Python")
         name = str(entries.get("fn_name") or "") or name
-        if tables := [entries[key] for key in _SETS if entries.get(key)]:
-            return _of_lists(*_joined(tables), name)
         for given, wanted in (("inputs", "outputs"), ("input", "output")):
             if given in entries or wanted in entries:
                 return _of_lists(entries.get(given), entries.get(wanted), name)
@@ -146,19 +142,6 @@ def _read(answer: str) -> Any:
         with suppress(ValueError):
             return _value(answer)
     return answer
-
-
-def _joined(tables: list[Any]) -> tuple[list[Any], list[Any]]:
-    """Inputs and outputs of all tables, as CodeContests divides its tests."""
-    inputs: list[Any] = []
-    outputs: list[Any] = []
-    for table in tables:
-        if not isinstance(table, dict):
-            raise ValueError(f"no table of input and output: {table!r:.80}")
-        _refuse_unknown(table, _PAIR_KEYS)
-        given, wanted = _two_lists(table.get("input"), table.get("output"))
-        inputs, outputs = [*inputs, *given], [*outputs, *wanted]
-    return inputs, outputs
 
 
 def _sampled(tests: list[Any]) -> list[Any]:
@@ -204,18 +187,13 @@ def _test(entry: Any, columns: Mapping[str, Any], name: str, *, is_wrapped: bool
 
 
 def _of_lists(inputs: Any, outputs: Any, name: str) -> list[Test]:
-    inputs, outputs = _two_lists(inputs, outputs)
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
+        raise ValueError("inputs and outputs are not two lists of one length")
     pairs = _sampled(list(zip(inputs, outputs, strict=True)))
     if not name:
         return [_of_program(given, wanted) for given, wanted in pairs]
     is_wrapped = _are_wrapped(outputs)
     return [_of_function(name, given, wanted, is_wrapped=is_wrapped) for given, wanted in pairs]
-
-
-def _two_lists(inputs: Any, outputs: Any) -> tuple[list[Any], list[Any]]:
-    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError("inputs and outputs are not two lists of one length")
-    return inputs, outputs
 
 
 def _of_program(given: Any, wanted: Any) -> Test:
@@ -451,7 +429,7 @@ class CodeReward:
             facts["python"], config.credit, config.needs_block, config.test_timeout_s, timeout_s, config.memory_bytes,
             config.num_processes, config.work_bytes, config.output_bytes,
         ]  # fmt: skip
-        self.digest: Digest = bytes_digest(json.dumps(["code 10", *stated]).encode())
+        self.digest: Digest = bytes_digest(json.dumps(["code 11", *stated]).encode())
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """Value of the tests; raises RewardError without tests or a sandbox."""

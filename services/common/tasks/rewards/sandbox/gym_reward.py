@@ -10,9 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import logging
 import os
-import resource
 import site
 from collections.abc import Callable
 from pathlib import Path
@@ -49,8 +47,6 @@ WORK_BYTES = 16 << 20
 NUM_PROCESSES = 4
 SERVE_TIMEOUT_S = 60.0
 """For finding a prompt, or for an answer beyond the time of a completion."""
-_ENVIRONMENT = {"LANG": "C.UTF-8", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
-"""Environment variables without a sandbox."""
 SERVE = Path(gym_server.__file__)
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
@@ -62,17 +58,9 @@ def limit_of(timeout_s: float) -> float:
 
 
 def load(job: dict[str, Any]) -> tuple[Answer, dict[str, Any]]:
-    """Answers requests of a worker, or the sandbox that it becomes."""
+    """The sandbox that a worker becomes."""
     paths, shown = _places()
     job = {**job, "kind": SERVE.stem, "paths": paths}
-    if not job["sandbox"]:
-        os.environ.clear()
-        os.environ.update(_ENVIRONMENT)
-        for kind, most in (
-            (resource.RLIMIT_AS, MEMORY_BYTES), (resource.RLIMIT_FSIZE, WORK_BYTES), (resource.RLIMIT_CORE, 0),
-        ):  # fmt: skip
-            resource.setrlimit(kind, (most, most))
-        return gym_server.load(job)
     limits = SandboxLimits(
         # The server has these limits; each child sets its own.
         cpu_s=1e9, timeout_s=1e9, memory_bytes=MEMORY_BYTES, work_bytes=WORK_BYTES, output_bytes=0,
@@ -104,7 +92,6 @@ def _places() -> tuple[list[str], list[str]]:
     return [str(package.parent), *paths], [str(package), *paths]
 
 
-_LOG = logging.getLogger(__name__)
 _PART = "score"
 
 
@@ -135,7 +122,6 @@ class ReasoningGymTask:
         self.digest: Digest = bytes_digest(f"reasoning_gym 7 {stated}".encode())
         job = {
             **entries, "kind": "gym", "version": version, "cpu_s": self._limit_s, "timeout_s": PATIENCE * self._limit_s,
-            "sandbox": config.sandbox,
         }  # fmt: skip
         # The worker counts the time; this limit ends a worker that fails to.
         patience_s = SERVE_TIMEOUT_S + PATIENCE * self._limit_s
@@ -144,12 +130,6 @@ class ReasoningGymTask:
         # Report a wrong name, or a dataset too small to be split, at the start.
         self._entry(0, False)
         self._entry(0, True)
-        if not config.sandbox:
-            _LOG.warning(
-                "task.sandbox is false: a completion of reasoning_gym:%s may run any code as the user of this service"
-                " (docs/rewards.md)",
-                name,
-            )
 
     def prompt(self, index: int) -> Prompt:
         return _prompt(index, self._entry(index, False))
@@ -178,8 +158,7 @@ class ReasoningGymTask:
                 except WorkerLost:
                     reply = {"value": 0.0, "share": 1.0}
         except LoadFailed as error:
-            action = "docs/rewards.md says what a sandbox needs, and what task.sandbox = false gives away"
-            raise ConfigError("task.name", str(error), action=action) from error
+            raise ConfigError("task.name", str(error), action="docs/rewards.md says what a sandbox needs") from error
         except RewardError as error:
             raise RewardError(f"the reward of prompt {prompt.index} failed: {error}") from error
         if reply["share"] > NEAR:

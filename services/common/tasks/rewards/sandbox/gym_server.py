@@ -94,9 +94,10 @@ _MSG_INFO, _SHM_INFO, _SEM_INFO = 12, 14, 19
 
 def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
     """Load a dataset; find prompts, and score their completions."""
+    # The first process of its namespace may kill all others there.
+    assert os.getpid() == 1, "it is in the sandbox"
     libc = ctypes.CDLL(None, use_errno=True)
-    if _is_contained():
-        libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     entries = _load(job)
     first = entries.find(0, False)
@@ -158,7 +159,7 @@ def _scored(entries: Any, entry: Any, completion: str, *, cpu_s: float, timeout_
     finally:
         took_s = time.monotonic() - began
         os.close(answer_out)
-        used_s = _end(child)
+        used_s = _end()
     return answer if used_s <= cpu_s else "", max(used_s / cpu_s, took_s / timeout_s)
 
 
@@ -196,16 +197,9 @@ def _read(number: int, deadline: float) -> bytes:
     return read.partition(b"\n")[0]
 
 
-def _end(child: int) -> float:
+def _end() -> float:
     """Kill and wait for a completion's processes; their processor time in seconds."""
     used_s = 0.0
-    if not _is_contained():
-        # Without a namespace, processes that left the child's session survive.
-        for kill in (os.killpg, os.kill):
-            with contextlib.suppress(OSError):
-                kill(child, signal.SIGKILL)
-        used = os.wait4(child, 0)[2]
-        return used.ru_utime + used.ru_stime
     with contextlib.suppress(ProcessLookupError):
         os.kill(-1, signal.SIGKILL)
     while True:
@@ -227,8 +221,6 @@ def _value(answer: str) -> float:
 
 def _state(libc: Any) -> list[Any]:
     """State that a completion could change for later ones."""
-    if not _is_contained():
-        return []
     words = (ctypes.c_int * 64)()
     objects = []
     # The first word counts messages and memory, the eighth semaphores.
@@ -250,15 +242,8 @@ def _is_whole(libc: Any, before: list[Any]) -> bool:
         return False
 
 
-def _is_contained() -> bool:
-    """Whether this is its namespace's first process, which may kill all others."""
-    return os.getpid() == 1
-
-
 def _clear_work() -> None:
     """Remove files that imports wrote, so that a completion's files are seen."""
-    if not _is_contained():
-        return
     for place in _WORK.iterdir():
         # An interpreter that lies here is mounted.
         if place.is_dir() and not place.is_mount():

@@ -4,6 +4,7 @@ A branch moves, so nodes that start on two days would train on two datasets: a n
 downloaded once; later starts need no network (HF_HUB_OFFLINE=1).
 """
 
+import contextlib
 import glob
 import json
 import re
@@ -200,7 +201,12 @@ def open_repository(text: str, config: DataConfig) -> tuple[ArrowRows, ArrowRows
     if name.is_local:
         directory = Path(name.place).expanduser()
     elif not _COMMIT.fullmatch(name.revision):
-        action = f"write hf:{name.place}@COMMIT[{name.split}], 40 digits from its page of commits; or a directory"
+        commit, known = "COMMIT", "40 digits from its page of commits"
+        with contextlib.suppress(ConfigError):
+            # One small file: the name of its cache directory is the commit.
+            commit = download(key, name, files=("README.md",), cache_dir=config.cache_dir).name
+            known = "its commit today"
+        action = f"write hf:{name.place}@{commit}[{name.split}], {known}; or a directory"
         raise ConfigError(key, f"hf:{text} names no commit, and a branch moves", action=action)
     else:
         files = (*config.files, "README.md") if config.files else ()
@@ -267,7 +273,7 @@ def download(key: str, name: HubName, *, files: Sequence[str], cache_dir: str) -
         place = snapshot_download(
             name.place,
             repo_type="dataset",
-            revision=name.revision,
+            revision=name.revision or None,
             allow_patterns=list(files) or None,
             cache_dir=str(Path(cache_dir) / "hub") if cache_dir else None,
         )

@@ -471,6 +471,12 @@ def test_a_commit_is_read_from_the_cache_without_a_network(place):
 
     assert found.returncode == 0, found.stderr
     assert json.loads(found.stdout)[0] == 8
+    # A branch is refused by the name of its commit.
+    (place.path / "cache/hub/datasets--acme--sums/refs").mkdir()
+    (place.path / "cache/hub/datasets--acme--sums/refs/main").write_text(COMMIT)
+    for branch in ("", "@main"):
+        moving = read_offline(place, f"hf:acme/sums{branch}")
+        assert f"(write hf:acme/sums@{COMMIT}[train], its commit today; or a directory)" in moving.stderr
     # What is not in the cache is said, with the key.
     absent = read_offline(place, f"hf:acme/none@{COMMIT}")
     assert "task.name: cannot get acme/none" in absent.stderr

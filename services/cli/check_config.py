@@ -83,10 +83,10 @@ def check_config(
 ) -> None:
     """Check a configuration without starting the service.
 
-    It checks every key and the certificates. It loads the task, its data, the tokenizer and the model's configuration,
-    computes one reward, and takes a step in each environment. It tries a custom loss and the engine's package. It
-    reads no weights. It may ask the network for a model or data set of the hub, for a reward service, and for an
-    environment elsewhere.
+    It checks every key and the certificates. It loads the task, its data, the tokenizer and the model's configuration.
+    It computes rewards of each source, and takes a step in each environment. It tries a custom loss and the engine's
+    package. It reads no weights. It may ask the network for a model or data set of the hub, for a reward service, and
+    for an environment elsewhere.
 
     Exit code 0: valid. 2: not valid; each problem is one line.
 
@@ -157,7 +157,7 @@ def check_state(service: Service, config: Any) -> None:
 def problems(
     service: Service, config: Any, *, is_loading: bool = True, say: Callable[[str], object] = lambda _: None
 ) -> Iterator[HeterorlError]:
-    """Yield problems that prevent a start; `say` gets a line about prompts."""
+    """Yield problems that prevent a start; `say` gets lines about the task."""
     link = [*_problem(check_link, service, config)]
     yield from link
     if is_loading and not link:
@@ -207,7 +207,7 @@ def problems(
     if task:
         if prompter:
             say(counted(task[0], prompter[0], config))
-        yield from _problem(_try_reward, service, config, task[0], prompter[0] if prompter else None)
+        yield from _problem(_try_reward, service, config, task[0], prompter[0] if prompter else None, say)
     if service == "sampler" and prompter:
         for each in config.evaluation:
             yield from _problem(_try_set, each, prompter[0])
@@ -283,7 +283,7 @@ def _try_set(config: Any, prompter: Any) -> None:
             close_task(opened.task)
 
 
-def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
+def _try_reward(service: str, config: Any, task: Any, prompter: Any, say: Callable[[str], object]) -> None:
     from heterorl.common.text.conversation import try_answers, try_reward, try_task
     from heterorl.learner.checks.reward_checks import check_trust, tried_here
 
@@ -292,7 +292,7 @@ def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
             check_trust(task, config.verification.trust_rewards_of)
         task = tried_here(task, asks_others=bool(config.evaluation.every_versions))
     if prompter is not None:
-        try_task(config, task, prompter)
+        try_task(config, task, prompter, say=say)
     else:
         try_answers(task)
-        try_reward(task, None)
+        try_reward(task, None, say=say)

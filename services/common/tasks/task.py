@@ -134,6 +134,11 @@ def source_of(task: Task, index: int) -> str:
     return str(getattr(task, "source_of", lambda _: "")(index))
 
 
+def spans_of(task: Task) -> tuple[tuple[str, range], ...]:
+    """Label (may be empty) and training prompts of each source."""
+    return getattr(task, "spans", None) or (("", range(getattr(task, "num_prompts", 1))),)
+
+
 def knows_answers(task: object) -> bool:
     """Whether a task can tell that an answer is unreadable."""
     return hasattr(task, "answer_problem")

@@ -271,7 +271,7 @@ async def test_rewards_that_all_fail_are_said_in_the_status(world):
     assert site.problem.startswith("NO REWARD for")
 
 
-def test_start_refuses_data_that_is_refused_altogether_and_no_other(prompter, tmp_path):
+def test_start_refuses_data_of_which_more_than_half_is_refused(prompter, tmp_path, caplog):
     def tried(path, *, refused=(), long=(), vocab_size=3, max_new_tokens=8):
         task = rows_of(tmp_path / path, refused=refused, long=long)
         try_prompts(
@@ -279,7 +279,11 @@ def test_start_refuses_data_that_is_refused_altogether_and_no_other(prompter, tm
         )
 
     every = set(range(CONTRACT.num_prompts))
-    tried("some.jsonl", refused=every - {0, 1}, long={1})
+    half = set(range(CONTRACT.num_prompts // 2))
+    tried("some.jsonl", refused=half - {0, 1}, long={1})
+    assert "prompts that were tried are refused: " in caplog.text
+    with pytest.raises(ConfigError, match="use_chat_template: [0-9]+ of 32 prompts that were tried are refused: "):
+        tried("most.jsonl", refused=every - set(range(8)))
     said = "all of 32 prompts that were tried are refused: "
     with pytest.raises(ConfigError, match=f"use_chat_template: {said}.*must alternate"):
         tried("all.jsonl", refused=every)

@@ -63,6 +63,10 @@ def test_a_row_of_failures_is_loud_at_the_eighth_and_ever_more_rarely(caplog):
     assert "task.reward_timeout_s" in caplog.text
     row.passed()
     assert not row.problem
+    for _ in range(9):
+        row.failed(RewardError("no answer"))
+    assert row.problem
+    assert len(caplog.records) == 3, "a shorter row within a minute adds no line"
 
 
 class Tokens:

@@ -260,6 +260,19 @@ async def test_data_that_is_refused_altogether_is_said_loudly_and_does_not_spin(
     assert sum((await closed(world)).values()) <= 10
 
 
+async def test_a_reward_that_fails_is_told_with_its_reason_once_a_minute(world, caplog):
+    world.task = RunTask(build_task(TaskConfig(name="arithmetic")), unscored=range(10_000))
+    world.task.num_prompts = CONTRACT.num_prompts
+    world.start()
+    await world.passed(3.0)
+
+    lines = [record.getMessage() for record in caplog.records]
+    lost = [line for line in lines if "lost member" in line]
+    assert len(lost) == len([line for line in lines if "gives no group" in line]) == 1
+    assert "(reward_failed): the right answer cannot be parsed (correct task.reward" in lost[0]
+    assert metrics.REWARD_ERRORS._value.get() > world.errors_before + 1
+
+
 @pytest.mark.slow
 async def test_rewards_that_all_fail_are_said_in_the_status(world):
     world.task = RunTask(build_task(TaskConfig(name="arithmetic")), unscored=range(10_000))

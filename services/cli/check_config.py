@@ -80,6 +80,7 @@ def check_config(
     keys_only: Annotated[
         bool, typer.Option("--keys-only", help="Check only keys and values; for a file of systemd or another machine.")
     ] = False,
+    prompt: Annotated[int | None, typer.Option(help="Show the prompt that a log line numbers.", min=0)] = None,
 ) -> None:
     """Check a configuration without starting the service.
 
@@ -94,7 +95,7 @@ def check_config(
     """
     loaded = load_service(service, config, set_ or ())
     said: list[str] = []
-    found = list(problems(service, loaded, is_loading=not keys_only, say=said.append))
+    found = list(problems(service, loaded, is_loading=not keys_only, say=said.append, shown=prompt))
     if len(found) == 1:
         raise found[0]
     if found:
@@ -155,8 +156,9 @@ def check_state(service: Service, config: Any) -> None:
 
 
 def problems(
-    service: Service, config: Any, *, is_loading: bool = True, say: Callable[[str], object] = lambda _: None
-) -> Iterator[HeterorlError]:
+    service: Service, config: Any, *, is_loading: bool = True, say: Callable[[str], object] = lambda _: None,
+    shown: int | None = None,
+) -> Iterator[HeterorlError]:  # fmt: skip
     """Yield problems that prevent a start; `say` gets lines about the task."""
     link = [*_problem(check_link, service, config)]
     yield from link
@@ -205,6 +207,8 @@ def problems(
     # Without notes of commits, a branch of the hub is read at its newest commit.
     yield from _problem(lambda: task.append(build_task(config.task, measure=measure)))
     if task:
+        if shown is not None:
+            yield from _problem(lambda: say(text_of(task[0], shown)))
         if prompter:
             say(counted(task[0], prompter[0], config))
         yield from _problem(_try_reward, service, config, task[0], prompter[0] if prompter else None, say)
@@ -242,11 +246,23 @@ def counted(task: Any, prompter: Any, config: Any) -> str:
     new, room = config.sampling.max_new_tokens, _positions(config)
     num_long = int((lengths + new > room).sum()) if room else 0
     too_long = f"; {num_long} of {len(indices)} are too long for {room} tokens with {new} new ones: they make no group"
+    held_out = getattr(task, "held_out_words", f"{task.num_evaluation_prompts} held out")
     return (
-        f"{amount(task.num_prompts, 'prompt')} to train on, {task.num_evaluation_prompts} held out; {of} has "
+        f"{amount(task.num_prompts, 'prompt')} to train on, {held_out}; {of} has "
         f"{amount(int(lengths[longest]), 'token')} with its template (prompt {indices[longest]})"
         f"{too_long if num_long else ''}"
     )
+
+
+def text_of(task: Any, index: int) -> str:
+    """A training prompt with its source; raises ConfigError without such a prompt."""
+    from heterorl.common.tasks.task import source_of
+
+    if index >= task.num_prompts:
+        raise ConfigError("--prompt", f"must be from 0 to {task.num_prompts - 1}; got {index}")
+    label, prompt = source_of(task, index), task.prompt(index)
+    refusal = f" (refused: {prompt.refusal})" if prompt.refusal else ""
+    return f"prompt {index}{label and f' of {label}'}: {prompt.shown}{refusal}"
 
 
 def _positions(config: Any) -> int:

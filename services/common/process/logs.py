@@ -64,7 +64,7 @@ class Rarely:
         self._said: dict[str, tuple[float, int]] = {}
 
     def warn(self, kind: str, message: str, *args: object, count: int = 1) -> None:
-        """Log a message about `count` events of a kind, or count them for its next line."""
+        """Log events of a kind, or count them for its next line."""
         now = self._now()
         said_at, num_left = self._said.get(kind, (-math.inf, 0))
         if now - said_at < RARELY_S:

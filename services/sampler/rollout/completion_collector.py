@@ -292,8 +292,9 @@ class CompletionCollector:
                 assert error is not None, "a completion of one turn is lost by an error"
                 self._scorer.failures.failed(error, cure=cure)
                 self._said.warn(
-                    "group", "assignment %d, prompt %d (%.60r), gives no group and is returned: %s",
-                    draft.assignment.id, draft.prompt.index, draft.prompt.shown, error,
+                    "group", "assignment %d, prompt %d%s (%.60r), gives no group and is returned: %s",
+                    draft.assignment.id, draft.prompt.index, draft.source and f" of {draft.source}",
+                    draft.prompt.shown, error,
                 )  # fmt: skip
                 self.groups.add(1, self.clock.monotonic())
                 self._give_up(draft, _RETURNED_AS[lost])

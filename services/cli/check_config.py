@@ -80,13 +80,14 @@ def check_config(
     keys_only: Annotated[
         bool, typer.Option("--keys-only", help="Check only keys and values; for a file of systemd or another machine.")
     ] = False,
+    prompt: Annotated[int | None, typer.Option(help="Show the prompt that a log line numbers.", min=0)] = None,
 ) -> None:
     """Check a configuration without starting the service.
 
-    It checks every key and the certificates. It loads the task, its data, the tokenizer and the model's configuration,
-    computes one reward, and takes a step in each environment. It tries a custom loss and the engine's package. It
-    reads no weights. It may ask the network for a model or data set of the hub, for a reward service, and for an
-    environment elsewhere.
+    It checks every key and the certificates. It loads the task, its data, the tokenizer and the model's configuration.
+    It computes rewards of each source, and takes a step in each environment. It tries a custom loss and the engine's
+    package. It reads no weights. It may ask the network for a model or data set of the hub, for a reward service, and
+    for an environment elsewhere.
 
     Exit code 0: valid. 2: not valid; each problem is one line.
 
@@ -94,7 +95,7 @@ def check_config(
     """
     loaded = load_service(service, config, set_ or ())
     said: list[str] = []
-    found = list(problems(service, loaded, is_loading=not keys_only, say=said.append))
+    found = list(problems(service, loaded, is_loading=not keys_only, say=said.append, shown=prompt))
     if len(found) == 1:
         raise found[0]
     if found:
@@ -155,9 +156,10 @@ def check_state(service: Service, config: Any) -> None:
 
 
 def problems(
-    service: Service, config: Any, *, is_loading: bool = True, say: Callable[[str], object] = lambda _: None
-) -> Iterator[HeterorlError]:
-    """Yield problems that prevent a start; `say` gets a line about prompts."""
+    service: Service, config: Any, *, is_loading: bool = True, say: Callable[[str], object] = lambda _: None,
+    shown: int | None = None,
+) -> Iterator[HeterorlError]:  # fmt: skip
+    """Yield problems that prevent a start; `say` gets lines about the task."""
     link = [*_problem(check_link, service, config)]
     yield from link
     if is_loading and not link:
@@ -205,9 +207,11 @@ def problems(
     # Without notes of commits, a branch of the hub is read at its newest commit.
     yield from _problem(lambda: task.append(build_task(config.task, measure=measure)))
     if task:
+        if shown is not None:
+            yield from _problem(lambda: say(text_of(task[0], shown)))
         if prompter:
             say(counted(task[0], prompter[0], config))
-        yield from _problem(_try_reward, service, config, task[0], prompter[0] if prompter else None)
+        yield from _problem(_try_reward, service, config, task[0], prompter[0] if prompter else None, say)
     if service == "sampler" and prompter:
         for each in config.evaluation:
             yield from _problem(_try_set, each, prompter[0])
@@ -242,11 +246,23 @@ def counted(task: Any, prompter: Any, config: Any) -> str:
     new, room = config.sampling.max_new_tokens, _positions(config)
     num_long = int((lengths + new > room).sum()) if room else 0
     too_long = f"; {num_long} of {len(indices)} are too long for {room} tokens with {new} new ones: they make no group"
+    held_out = getattr(task, "held_out_words", f"{task.num_evaluation_prompts} held out")
     return (
-        f"{amount(task.num_prompts, 'prompt')} to train on, {task.num_evaluation_prompts} held out; {of} has "
+        f"{amount(task.num_prompts, 'prompt')} to train on, {held_out}; {of} has "
         f"{amount(int(lengths[longest]), 'token')} with its template (prompt {indices[longest]})"
         f"{too_long if num_long else ''}"
     )
+
+
+def text_of(task: Any, index: int) -> str:
+    """A training prompt with its source; raises ConfigError without such a prompt."""
+    from heterorl.common.tasks.task import source_of
+
+    if index >= task.num_prompts:
+        raise ConfigError("--prompt", f"must be from 0 to {task.num_prompts - 1}; got {index}")
+    label, prompt = source_of(task, index), task.prompt(index)
+    refusal = f" (refused: {prompt.refusal})" if prompt.refusal else ""
+    return f"prompt {index}{label and f' of {label}'}: {prompt.shown}{refusal}"
 
 
 def _positions(config: Any) -> int:
@@ -283,7 +299,7 @@ def _try_set(config: Any, prompter: Any) -> None:
             close_task(opened.task)
 
 
-def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
+def _try_reward(service: str, config: Any, task: Any, prompter: Any, say: Callable[[str], object]) -> None:
     from heterorl.common.text.conversation import try_answers, try_reward, try_task
     from heterorl.learner.checks.reward_checks import check_trust, tried_here
 
@@ -292,7 +308,7 @@ def _try_reward(service: str, config: Any, task: Any, prompter: Any) -> None:
             check_trust(task, config.verification.trust_rewards_of)
         task = tried_here(task, asks_others=bool(config.evaluation.every_versions))
     if prompter is not None:
-        try_task(config, task, prompter)
+        try_task(config, task, prompter, say=say)
     else:
         try_answers(task)
-        try_reward(task, None)
+        try_reward(task, None, say=say)

@@ -31,6 +31,7 @@ def env_try(
     config: Annotated[Path | None, typer.Option("--config", "-c", help="TOML file of the learner.")] = None,
     set_: SetOption = None,
     prompt: Annotated[int, typer.Option(help="Index of the prompt.", min=0)] = 0,
+    source: Annotated[str, typer.Option(metavar="LABEL", help="Count prompts in this source of a mixture.")] = "",
     held_out: Annotated[bool, typer.Option("--held-out", help="Take a held-out prompt.")] = False,
     model: Annotated[
         str, typer.Option(metavar="DIR", help="Model that samples the turns; default: model_dir of the file.")
@@ -68,7 +69,7 @@ def env_try(
     # Text goes to standard error if standard output is JSON.
     console = console_of(stderr=json_)
     try:
-        asked, spec = _asked(task, prompt, is_held_out=held_out)
+        asked, spec = _asked(task, prompt, source=source, is_held_out=held_out)
         if is_typed:
             ids, played = None, _type(asked, spec, console)
         else:
@@ -79,19 +80,26 @@ def env_try(
         typer.echo(strict_json(as_json(asked, spec, played, ids=ids), indent=2))
 
 
-def _asked(task: Task, index: int, *, is_held_out: bool) -> tuple[Prompt, EnvironmentSpec]:
-    from heterorl.common.tasks.environments.environment_task import environment_of
+def _asked(task: Task, index: int, *, source: str, is_held_out: bool) -> tuple[Prompt, EnvironmentSpec]:
+    from heterorl.common.tasks.environments.environment_task import environment_at, environment_of
+    from heterorl.common.tasks.task import spans_of
 
-    count = task.num_evaluation_prompts if is_held_out else task.num_prompts
+    spans = dict(spans_of(task))
+    if source and (is_held_out or source not in spans):
+        known = ", ".join(filter(None, spans)) or "none"
+        raise ConfigError("--source", f"{source} is not a source of training prompts; there are: {known}")
+    count = task.num_evaluation_prompts if is_held_out else len(spans[source]) if source else task.num_prompts
     if index >= count:
         raise ConfigError("--prompt", f"must be from 0 to {count - 1}; got {index}")
+    index = spans[source][index] if source else index
     asked = task.evaluation_prompt(index) if is_held_out else task.prompt(index)
     if asked.refusal:
         raise PromptRefused("task.environment", asked.refusal, action="correct the environment, or the row")
     spec = environment_of(task, asked)
     if spec is None:
+        labels = ", ".join(label for label, span in spans.items() if label and environment_at(task, span[0]))
         problem = f"the source of prompt {index} has no task.environment"
-        raise ConfigError("--prompt", problem, action="choose another prompt")
+        raise ConfigError("--prompt", problem, action=f"set --source to one of these: {labels}")
     return asked, spec
 
 

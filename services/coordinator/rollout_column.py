@@ -155,8 +155,9 @@ class RolloutColumn:
 
         for assignment, prompt in await self._context.database.run(operation):
             _LOG.warning(
-                "assignment %d is closed, correct prompt %d: no group in %d tries or more (last site=%s, reason=%s)",
-                assignment, prompt, work_assignments.MAX_RETURNS, site, reason and reason.value,
+                "assignment %d is closed, correct prompt %d: no group in %d tries or more (last site=%s, reason=%s);"
+                " `heterorl check-config learner --prompt %d` shows its text",
+                assignment, prompt, work_assignments.MAX_RETURNS, site, reason and reason.value, prompt,
             )  # fmt: skip
 
     async def stated_contract(self) -> Contract | None:

@@ -241,7 +241,7 @@ check fails, for three with the kept ones it warns. Other roles: 1 and 2."""
 _CONTRACT = {
     "tokenizer_digest": "copy the run's model directory again: the tokenizer differs",
     "chat_template_digest": "set use_chat_template as the learner does, and use the run's tokenizer",
-    "task_digest": "copy the learner's [task], data and reward files; both logs have the digest of each",
+    "task_digest": "copy the learner's [task], and its data, reward and environment files; the logs have each digest",
     "num_prompts": "copy the learner's [task], with the same data file",
     "layout_id": "set model_dir to the run's model and published_dtype to the learner's",
     "vocab_size": "set model_dir to the run's model",

@@ -186,7 +186,7 @@ def _tables(run: PastRun) -> list[tuple[str, tuple[str, ...], list[tuple[Any, ..
             (site.site, ", ".join(site.engines), f"{site.accepted:,}", f"{site.dropped:,}", site.incarnations)
             for site in run.sites
         ]
-        tables.append(("Sites", ("site", "engine", "accepted", "dropped", "incarnations"), rows))
+        tables.append(("Sites", ("site", "engine", "accepted", "dropped", "state directories"), rows))
     return tables
 
 

@@ -122,7 +122,9 @@ class _ReturnReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     RETURN_REASON_ENGINE_FAILED: _ReturnReason.ValueType  # 4
     """The engine failed while it computed this row, perhaps for another one."""
     RETURN_REASON_ENVIRONMENT_FAILED: _ReturnReason.ValueType  # 5
-    """Its environment failed, took too long or died."""
+    """Its environment failed."""
+    RETURN_REASON_TOOL_LOST: _ReturnReason.ValueType  # 6
+    """Its environment took too long, or its process died."""
 
 class ReturnReason(_ReturnReason, metaclass=_ReturnReasonEnumTypeWrapper):
     """ReturnReason is the closed set of reasons for which a row gives no group at any site."""
@@ -138,7 +140,9 @@ RETURN_REASON_PROMPT_TOO_LONG: ReturnReason.ValueType  # 3
 RETURN_REASON_ENGINE_FAILED: ReturnReason.ValueType  # 4
 """The engine failed while it computed this row, perhaps for another one."""
 RETURN_REASON_ENVIRONMENT_FAILED: ReturnReason.ValueType  # 5
-"""Its environment failed, took too long or died."""
+"""Its environment failed."""
+RETURN_REASON_TOOL_LOST: ReturnReason.ValueType  # 6
+"""Its environment took too long, or its process died."""
 Global___ReturnReason: typing_extensions.TypeAlias = ReturnReason
 
 class _DropReason:

@@ -169,7 +169,7 @@ def _store(status: RunStatus) -> str:
 
 
 _WORK = ("site", "version", "behind", "accepted", "dropped", "tokens/s", "leased", "seen")
-_STATE = ("variant", "starts", "canary", "failed", "refused", "apply", "quota")
+_STATE = ("variant", "dirs", "canary", "failed", "refused", "apply", "quota")
 
 
 def site_tables(sites: Sequence[SiteStatus], *, head_version: int) -> tuple[Table, ...]:

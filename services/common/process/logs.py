@@ -7,14 +7,17 @@ processes write to standard error stays as it is, between these lines.
 import datetime
 import json
 import logging
+import math
 import os
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Literal
 
 FIELDS_VARIABLE = "HETERORL_LOG_FIELDS"
 """Environment variable for child processes in JSON style: the bound fields as JSON."""
+RARELY_S = 60.0
+"""Seconds between two lines of Rarely about one kind."""
 _LIBRARIES = ("httpx", "huggingface_hub", "transformers")
 """Libraries whose INFO lines do not help an operator; two of them add handlers of their own."""
 _fields: dict[str, str] = {}
@@ -51,6 +54,26 @@ class ConsoleFormatter(logging.Formatter):
         """The line, with control characters of a peer's text escaped."""
         record.message = one_line(record.message)
         return super().formatMessage(record)
+
+
+class Rarely:
+    """Warnings of a kind, one a minute, with the number left out."""
+
+    def __init__(self, logger: logging.Logger, now: Callable[[], float]) -> None:
+        self._logger, self._now = logger, now
+        self._said: dict[str, tuple[float, int]] = {}
+
+    def warn(self, kind: str, message: str, *args: object, count: int = 1) -> None:
+        """Log events of a kind, or count them for its next line."""
+        now = self._now()
+        said_at, num_left = self._said.get(kind, (-math.inf, 0))
+        if now - said_at < RARELY_S:
+            self._said[kind] = (said_at, num_left + count)
+            return
+        self._said[kind] = (now, 0)
+        more = f" ({num_left} more since the last such line)" if num_left else ""
+        line = message + "%s"
+        self._logger.warning(line, *args, more)
 
 
 def utc(seconds: float) -> str:

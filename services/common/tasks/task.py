@@ -2,6 +2,8 @@
 
 import dataclasses
 import logging
+import math
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -9,6 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from heterorl.common.errors import AnswerUnreadable, EpisodeError, RewardError
+from heterorl.common.process.logs import RARELY_S
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
@@ -134,6 +137,11 @@ def source_of(task: Task, index: int) -> str:
     return str(getattr(task, "source_of", lambda _: "")(index))
 
 
+def spans_of(task: Task) -> tuple[tuple[str, range], ...]:
+    """Label (may be empty) and training prompts of each source."""
+    return getattr(task, "spans", None) or (("", range(getattr(task, "num_prompts", 1))),)
+
+
 def knows_answers(task: object) -> bool:
     """Whether a task can tell that an answer is unreadable."""
     return hasattr(task, "answer_problem")
@@ -192,17 +200,25 @@ class FailureStreak:
     length: int = 0
     problem: str = ""
     """Message for the operator while the streak is long; else empty."""
+    _said: tuple[int, float] = (0, -math.inf)
+    """Length of the streak at the newest line, and its time."""
 
     def passed(self) -> None:
         self.length, self.problem = 0, ""
 
     def failed(self, error: Exception, *, cure: str = "") -> None:
-        """Count a group; log at the 8th, 16th, 32nd ... in a row."""
+        """Count a group; log at the 8th, 16th, 32nd ... in a row.
+
+        Shorter streaks than the one before are logged once a minute.
+        """
         self.length += 1
         if self.length >= LOUD_AFTER:
             words = f"NO {self.missing} for {self.length} groups in a row, none of them can be trained on"
             self.problem = f"{words}: {error} ({cure or self.cure})"
-            if self.length & (self.length - 1) == 0:
+            length, said_at = self._said
+            now = time.monotonic()
+            if self.length & (self.length - 1) == 0 and (self.length > length or now - said_at >= RARELY_S):
+                self._said = self.length, now
                 _LOG.error("%s", self.problem)
 
 

@@ -138,6 +138,8 @@ def _build(config: SourceConfig, *, measure: Measure | None, every_row: bool = F
     else:
         near = difflib.get_close_matches(kind, [known.partition(":")[0] for known in _KINDS], n=1)
         hint = f"; did you mean {next(known for known in _KINDS if known.startswith(near[0]))}?" if near else ""
+        if kind == "csv":
+            hint = "; for CSV name its directory: hf:/data[train] reads /data/train.csv"
         raise ConfigError(
             "task.name",
             f"{config.name!r} is none of {', '.join(_KINDS)}{hint}",

@@ -5,9 +5,10 @@ deterministic environment gets the ids of its sampler.
 """
 
 import logging
+import math
 import time
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -34,11 +35,13 @@ from heterorl.common.tasks.environments.environment_task import (
 from heterorl.common.tasks.environments.episodes import Episode, Episodes
 from heterorl.common.tasks.rewards.function_reward import START_IT
 from heterorl.common.tasks.rewards.worker_pool import is_outage
-from heterorl.common.tasks.task import Message, Prompt, Task, answer_problem_of, knows_answers
+from heterorl.common.tasks.task import Message, Prompt, Task, answer_problem_of, knows_answers, spans_of
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.tool_calls import Parser, parse_action, parser_for
 from heterorl.common.types.common import Int32Array
 from heterorl.common.types.rollout import total_reward
+
+_LOG = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,7 +173,6 @@ def open_conversations(
     return found
 
 
-_LOG = logging.getLogger(__name__)
 NUM_ANSWERS = 1000
 """Checked answers, spread over the task, within ANSWERS_S: 0.2 to 6 ms each."""
 ANSWERS_S = 10.0
@@ -178,36 +180,64 @@ SAME = 1e-6
 """Largest difference of equal rewards."""
 MAX_UNREADABLE = 0.5
 """Share of unreadable answers beyond which the verifier does not fit the dataset."""
+MAX_REFUSED = 0.5
+"""Share of refused prompts of a source beyond which no run starts."""
 NUM_TRIED = 32
-"""Checked prompts, spread over the task."""
+"""Checked prompts of each source, spread over it, within TRIED_S after the first: a reset may take long."""
+TRIED_S = 10.0
 TRIED_TURN = "Yes"
 """The policy's turn in a tried episode."""
 
 
 def tried_prompts(task: Task) -> Iterator[Prompt]:
-    """Prompts to check."""
-    return map(task.prompt, sorted({number * task.num_prompts // NUM_TRIED for number in range(NUM_TRIED)}))
+    """Prompts of each source to check."""
+    return (task.prompt(index) for _, span in spans_of(task) for index in _spread(span, NUM_TRIED))
+
+
+def _spread(span: range, count: int) -> list[int]:
+    return sorted({span[number * len(span) // count] for number in range(count)})
 
 
 def try_prompts(task: Task, prompter: Prompter, *, room: TokenLimits, max_new_tokens: int) -> None:
-    """Encode some prompts with their tools; raise ConfigError where all are refused."""
+    """Encode prompts of each source with their tools, and log refused ones.
+
+    Raises ConfigError where more than half of a source's are refused.
+    """
     room.check_length(max_new_tokens)
-    num_tried = 0
-    for prompt in tried_prompts(task):
-        num_tried += 1
-        spec = environment_of(task, prompt)
-        try:
-            room.check(prompter.encode_prompt(prompt, tools=spec.tools if spec else ()), max_new_tokens)
-        except PromptRefused as error:
-            refused = error
-        else:
-            return
-    problem = refused.args[0].removeprefix(f"{refused.key}: ")
-    words = f"all of {num_tried} prompts that were tried are refused: {problem}"
-    raise ConfigError(refused.key, words, action=refused.action)
+    for label, span in spans_of(task):
+        refused: list[PromptRefused] = []
+        num_tried, until = 0, math.inf
+        for index in _spread(span, NUM_TRIED):
+            prompt = task.prompt(index)
+            spec = environment_of(task, prompt)
+            try:
+                room.check(prompter.encode_prompt(prompt, tools=spec.tools if spec else ()), max_new_tokens)
+            except PromptRefused as error:
+                refused.append(error)
+            num_tried += 1
+            # The first one starts the processes of an environment.
+            until = min(until, time.monotonic() + TRIED_S)
+            if time.monotonic() >= until:
+                break
+        if refused:
+            _judge_refused(refused, num_tried, label)
 
 
-def try_task(config: ContractConfig, task: Task, prompter: Prompter) -> Conversations | None:
+def _judge_refused(refused: Sequence[PromptRefused], num_tried: int, label: str) -> None:
+    name, _ = Counter(each.key for each in refused).most_common(1)[0]
+    last = [each for each in refused if each.key == name][-1]
+    key = f"task.sources, {label}: {name}" if label else name
+    num = "all" if len(refused) == num_tried else len(refused)
+    problem = last.args[0].removeprefix(f"{name}: ")
+    words = f"{num} of {num_tried} prompts that were tried are refused: {problem}"
+    if len(refused) > MAX_REFUSED * num_tried:
+        raise ConfigError(key, words, action=last.action)
+    _LOG.warning("%s: %s; such rows make no group, correct or remove them", key, words)
+
+
+def try_task(
+    config: ContractConfig, task: Task, prompter: Prompter, *, say: Callable[[str], object] = _LOG.info
+) -> Conversations | None:
     """Try a node's task before its start; returns the environments.
 
     Raises:
@@ -218,7 +248,7 @@ def try_task(config: ContractConfig, task: Task, prompter: Prompter) -> Conversa
     try_prompts(task, prompter, room=room, max_new_tokens=config.sampling.max_new_tokens)
     try_answers(task)
     conversations = open_conversations(task, prompter, tool_parser=config.task.tool_parser)
-    try_reward(task, prompter)
+    try_reward(task, prompter, say=say)
     return conversations
 
 
@@ -251,22 +281,30 @@ def try_answers(task: Task) -> None:
     """
     if not knows_answers(task):
         return
-    until, bad, num_tried = time.monotonic() + ANSWERS_S, [], 0
-    for index in sorted({number * task.num_prompts // NUM_ANSWERS for number in range(NUM_ANSWERS)}):
+    spans = spans_of(task)
+    for _, span in spans:
+        if not _try_answers_of(task, span, ANSWERS_S / len(spans)):
+            return
+
+
+def _try_answers_of(task: Task, span: range, seconds: float) -> bool:
+    """Whether the verifier reads answers at all."""
+    until, bad, num_tried = time.monotonic() + seconds, [], 0
+    for index in _spread(span, NUM_ANSWERS):
         prompt = task.prompt(index)
         try:
             problem = answer_problem_of(task, prompt)
         except RewardError as error:
             # `try_reward` reports the error.
             _LOG.warning("the check of answers is skipped, the trial of the reward follows: %s", error)
-            return
+            return False
         num_tried += 1
         if problem:
             bad.append((prompt, problem))
         if time.monotonic() >= until:
             break
     if not bad:
-        return
+        return True
     # Sources of a mixture have keys of their own.
     key, _ = Counter(problem.key for _, problem in bad).most_common(1)[0]
     of_key = [(prompt, problem) for prompt, problem in bad if problem.key == key]
@@ -275,57 +313,82 @@ def try_answers(task: Task) -> None:
     if len(bad) > MAX_UNREADABLE * num_tried:
         raise ConfigError(key, words, action=of_key[0][1].action)
     _LOG.warning("%s: %s; such rows make no group, correct or remove them", key, words)
+    return True
 
 
-def try_reward(task: Task, prompter: Prompter | None) -> float:
-    """Score the first readable answer of a row.
+def try_reward(task: Task, prompter: Prompter | None, *, say: Callable[[str], object] = _LOG.info) -> float:
+    """Score one readable answer of each source; returns the least reward.
 
     An environment gets the answer, or TRIED_TURN without one, as the only turn of an episode. With a prompter the text
-    goes through its tokens.
+    goes through its tokens. `say` gets a line about each reward.
 
     Raises:
         ConfigError: the reward failed.
         ServiceUnreachable: it reached no server, which may answer later.
         DependencyMissing: its package is not installed.
     """
-    prompt = _readable(task)
+    return min(_try_reward_of(task, prompter, label, span, say) for label, span in spans_of(task))
+
+
+def _try_reward_of(
+    task: Task, prompter: Prompter | None, label: str, span: range, say: Callable[[str], object]
+) -> float:
+    prompt = _readable(task, span)
+    key, which = (f"task.sources, {label}", f" of {label}") if label else ("task", "")
     is_played = environment_of(task, prompt) is not None
     text = prompt.answer or (TRIED_TURN if is_played else "")
     if prompter is not None:
         text = prompter.decode(prompter.tokens(text))
+    # Remote rewards are NaN in it.
+    local: Task = getattr(task, "without_remote", lambda: task)()
     try:
         parts = task.score(prompt, text)
         reward = total_reward(parts)
-        # Remote rewards are NaN in it.
-        local: Task = getattr(task, "without_remote", lambda: task)()
         again = parts if is_played else local.score(prompt, text)
     except RewardError as error:
         if is_played:
-            raise environment_problem(f"the policy says {text[:40]!r}", error) from error
-        problem = f"the reference answer of prompt {prompt.index} gets no reward here: {error}"
+            to = f" to prompt {prompt.index}{which}" if label else ""
+            raise environment_problem(f"the policy says {text[:40]!r}{to}", error) from error
+        problem = f"the reference answer of prompt {prompt.index}{which} gets no reward here: {error}"
         longer = "raise task.reward_timeout_s if it only needs longer"
         if is_outage(error):
-            raise ServiceUnreachable("task", problem, action=f"{START_IT}; {longer}") from error
-        raise ConfigError("task", problem, action=f"correct task.reward or the data; {longer}") from error
+            raise ServiceUnreachable(key, problem, action=f"{START_IT}; {longer}") from error
+        raise ConfigError(key, problem, action=f"correct task.reward or the data; {longer}") from error
     words = "an episode with one turn" if is_played else "the reference answer"
-    _LOG.info("%s of prompt %d gets a reward of %g", words, prompt.index, reward)
+    say(f"{words} of prompt {prompt.index}{which} gets a reward of {reward:g}")
+    if not is_played:
+        _try_others(local, prompt, reward, key)
     for one, other in zip(parts, again, strict=True):
         if abs(one.value - other.value) > SAME:
             _LOG.warning(
-                "task: one answer gets %s = %g, then %g; where the learner computes rewards again, sites go into"
+                "%s: one answer gets %s = %g, then %g; where the learner computes rewards again, sites go into"
                 " quarantine: let it depend on its arguments only",
-                one.name, one.value, other.value,
+                key, one.name, one.value, other.value,
             )  # fmt: skip
     return reward
 
 
-def _readable(task: Task) -> Prompt:
+def _try_others(local: Task, prompt: Prompt, reward: float, key: str) -> None:
+    """Log a right answer with 0, and a wrong answer that fails."""
+    if prompt.answer and not reward:
+        words = "correct task.reward or the data if right answers should get more"
+        _LOG.warning("%s: the reference answer of prompt %d gets a reward of 0; %s", key, prompt.index, words)
+    try:
+        local.score(prompt, TRIED_TURN)
+    except RewardError as error:
+        _LOG.warning(
+            "%s: the answer %r to prompt %d gets no reward: %s; such completions are lost, return 0 if they are wrong",
+            key, TRIED_TURN, prompt.index, error,
+        )  # fmt: skip
+
+
+def _readable(task: Task, span: range) -> Prompt:
     """The first prompt with a readable answer; else the first prompt."""
-    for index in range(min(NUM_TRIED, task.num_prompts) if knows_answers(task) else 0):
+    for index in span[:NUM_TRIED] if knows_answers(task) else ():
         prompt = task.prompt(index)
         try:
             if not answer_problem_of(task, prompt):
                 return prompt
         except RewardError:
             break
-    return task.prompt(0)
+    return task.prompt(span[0])

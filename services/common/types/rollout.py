@@ -233,6 +233,7 @@ class ReturnReason(enum.Enum):
     PROMPT_TOO_LONG = "prompt_too_long"
     ENGINE_FAILED = "engine_failed"
     ENVIRONMENT_FAILED = "environment_failed"
+    TOOL_LOST = "tool_lost"
 
 
 class DropReason(enum.Enum):

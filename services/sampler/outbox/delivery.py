@@ -20,6 +20,7 @@ from heterorl.common.errors import DiskFull, InvalidRequest, MessageTooLarge, Re
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff, log_level
 from heterorl.common.process.clock import Bell, Clock, ring_or_time, steady
+from heterorl.common.process.logs import Rarely
 from heterorl.common.process.tracing import TRACER
 from heterorl.common.types.common import peer_words
 from heterorl.common.types.rollout import Group, PushOutcome, PushStatus, SealedGroup
@@ -46,6 +47,7 @@ class Delivery:
     def __post_init__(self) -> None:
         self._now = self.now or steady(self.clock)
         self._backoff = Backoff(clock=self.clock, rng=self.rng)
+        self._said = Rarely(_LOG, self.clock.monotonic)
         # Groups to push one by one: one of them was refused.
         self._num_alone = 0
         # A full coordinator asks for all groups of a call again: the next call is as large as what it took.
@@ -86,7 +88,7 @@ class Delivery:
         answered = [
             (group, outcome) for group, outcome in zip(groups, outcomes, strict=False) if outcome.id == group.id
         ]
-        settled, asked_s = settle([outcome for _, outcome in answered])
+        settled, asked_s = settle([outcome for _, outcome in answered], self._said)
         lasted_s = self.clock.monotonic() - started
         for group, outcome in answered:
             TRACER.add("push", trace=group.trace, lasted_s=lasted_s, attributes={"status": outcome.status.value})
@@ -190,7 +192,7 @@ class OutboxWriter:
         self._backoff.reset()
 
 
-def settle(outcomes: Sequence[PushOutcome]) -> tuple[list[int], float]:
+def settle(outcomes: Sequence[PushOutcome], said: Rarely) -> tuple[list[int], float]:
     """Sequences with a final outcome and the asked wait; logs dropped groups."""
     settled: list[int] = []
     asked_s = 0.0
@@ -207,8 +209,8 @@ def settle(outcomes: Sequence[PushOutcome]) -> tuple[list[int], float]:
             first.setdefault(reason, outcome)
     for reason, count in refused.items():
         example = first[reason]
-        _LOG.warning(
-            "the coordinator dropped %d of %d groups (%s), the first is group %d: %s",
-            count, len(outcomes), reason, example.id.sequence, peer_words(example.message),
+        said.warn(
+            reason, "the coordinator dropped %d of %d groups (%s), the first is group %d: %s",
+            count, len(outcomes), reason, example.id.sequence, peer_words(example.message), count=count,
         )  # fmt: skip
     return settled, asked_s

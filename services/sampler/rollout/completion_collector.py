@@ -20,6 +20,7 @@ from heterorl.common.generation.inference_engine import Completion, Finished
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, ends_within, ring_or_time
+from heterorl.common.process.logs import Rarely
 from heterorl.common.tasks.environments.environment_task import cure_of
 from heterorl.common.types.rollout import FinishReason, ReturnReason, RewardPart
 from heterorl.sampler.outbox.delivery import OutboxWriter
@@ -50,7 +51,7 @@ _RETURNED_AS = {
     FinishReason.REWARD_FAILED: ReturnReason.REWARD_FAILED,
     FinishReason.ENGINE_FAILED: ReturnReason.ENGINE_FAILED,
     FinishReason.ENVIRONMENT_FAILED: ReturnReason.ENVIRONMENT_FAILED,
-    FinishReason.TOOL_LOST: ReturnReason.ENVIRONMENT_FAILED,
+    FinishReason.TOOL_LOST: ReturnReason.TOOL_LOST,
 }
 
 
@@ -76,6 +77,7 @@ class CompletionCollector:
         self.tokens.work(True, self.clock.monotonic())
         self.log = WorkLog()
         self._scorer = Scorer(self.builder)
+        self._said = Rarely(_LOG, self.clock.monotonic)
         own = self.builder
         self._runner: EpisodeRunner | None = None
         if own.conversations is not None:
@@ -260,6 +262,11 @@ class CompletionCollector:
             rows = await self._scorer.score(draft.prompt, [draft.completions[member] for member in members])
         except RewardError as error:
             metrics.REWARD_ERRORS.inc()
+            self._said.warn(
+                "member", "prompt %d lost member %d (%s): %s (%s)",
+                draft.prompt.index, members[0], FinishReason.REWARD_FAILED.value, error, self._scorer.failures.cure,
+                count=len(members),
+            )  # fmt: skip
             for member in members:
                 draft.completions[member] = dataclasses.replace(
                     draft.completions[member], finish_reason=FinishReason.REWARD_FAILED
@@ -284,9 +291,10 @@ class CompletionCollector:
                     )
                 assert error is not None, "a completion of one turn is lost by an error"
                 self._scorer.failures.failed(error, cure=cure)
-                _LOG.warning(
-                    "assignment %d, prompt %d (%.60r), gives no group and is returned: %s",
-                    draft.assignment.id, draft.prompt.index, draft.prompt.shown, error,
+                self._said.warn(
+                    "group", "assignment %d, prompt %d%s (%.60r), gives no group and is returned: %s",
+                    draft.assignment.id, draft.prompt.index, draft.source and f" of {draft.source}",
+                    draft.prompt.shown, error,
                 )  # fmt: skip
                 self.groups.add(1, self.clock.monotonic())
                 self._give_up(draft, _RETURNED_AS[lost])

@@ -23,6 +23,7 @@ from heterorl.common.generation.inference_engine import Completion
 from heterorl.common.model.logprobs import turn_seed
 from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
+from heterorl.common.process.logs import Rarely
 from heterorl.common.tasks.environments.environment_task import cure_of
 from heterorl.common.tasks.environments.episodes import Episode, Episodes
 from heterorl.common.text.conversation import Conversation
@@ -31,8 +32,6 @@ from heterorl.common.types.rollout import GIVEN, FinishReason, RewardPart, Span,
 from heterorl.sampler.rollout.in_flight_groups import GroupDraft
 
 _LOG = logging.getLogger(__name__)
-MAX_LINES = 100
-"""Lost members named in the log."""
 Note = Callable[[GroupDraft, int, int, Int32Array, Completion], None]
 """Called with a group, its member, the turn's number from 0, the tokens in front of the turn, and the turn."""
 _NONE = np.zeros(0, np.int32)
@@ -118,7 +117,7 @@ class EpisodeRunner:
         self._threads = ThreadPoolExecutor(max_live, thread_name_prefix="episode")
         self._members: dict[tuple[int, int], _Member] = {}
         self._is_closed = False
-        self._num_lost = 0
+        self._said = Rarely(_LOG, clock.monotonic)
 
     async def play(self, draft: GroupDraft, number: int, completion: Completion) -> Turn | End:
         member = self._members.setdefault((draft.key, number), _Member(draft))
@@ -250,12 +249,10 @@ class EpisodeRunner:
             reason = FinishReason.TOOL_LOST
         elif isinstance(error, RewardError):
             reason = FinishReason.REWARD_FAILED
-        self._num_lost += 1
-        if self._num_lost <= MAX_LINES:
-            _LOG.warning(
-                "prompt %d lost member %d (%s): %s (%s)",
-                draft.prompt.index, number, reason.value, error, cure_of(error),
-            )  # fmt: skip
+        self._said.warn(
+            reason.value, "prompt %d lost member %d (%s): %s (%s)",
+            draft.prompt.index, number, reason.value, error, cure_of(error),
+        )  # fmt: skip
         member = self._members.get((draft.key, number)) or _Member(draft)
         return dataclasses.replace(self._ended(draft, number, member, reason), error=error)
 

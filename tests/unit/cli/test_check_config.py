@@ -12,7 +12,7 @@ import pytest
 from transformers import Qwen3Config
 from typer.testing import CliRunner
 
-from heterorl.cli.check_config import counted
+from heterorl.cli.check_config import counted, text_of
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config_file import PATTERNS, InvalidConfig, all_keys, load
@@ -318,6 +318,19 @@ def test_the_longest_prompt_is_counted(tmp_path):
 
     assert words == "4 prompts to train on, 1 held out; the longest has 40 tokens with its template (prompt 2)"
     assert fewer == f"{words}; 2 of 4 are too long for 16 tokens with 10 new ones: they make no group"
+
+
+def test_the_prompt_of_a_number_is_shown_with_its_source():
+    sources = (
+        {"label": "small", "name": "arithmetic", "digits": 1},
+        {"label": "long", "name": "progression", "digits": 1},
+    )
+    task = build_task(TaskConfig(name="mixture", sources=sources))
+    last = task.num_prompts - 1
+
+    assert text_of(task, last) == f"prompt {last} of long: {task.prompt(last).text}"
+    with pytest.raises(ConfigError, match=f"--prompt: must be from 0 to {last}; got {last + 1}"):
+        text_of(task, last + 1)
 
 
 def with_positions(directory, number):

@@ -485,6 +485,7 @@ def test_one_row_a_site_whatever_it_was_started_how_often():
     console.print(*site_tables([site, newest, older, never], head_version=8))
     text = console.export_text()
     assert text.count("us-1") == 2
+    assert " dirs " in text, "an incarnation is a state directory"
     assert "-1 " not in text.replace("us-1", "").replace("eu-1", "")
     assert "none yet" in text
     assert "stopped 2 s ago" in text

@@ -79,6 +79,25 @@ def _try(config, *arguments, typed=None):
     return CliRunner().invoke(app, ["env", "try", "--config", str(config), *arguments], input=typed)
 
 
+@pytest.mark.process
+def test_a_source_of_a_mixture_is_chosen_by_its_label(config):
+    text = config.read_text()
+    ours, others = text.split("[task]\n")[0], text[text.index("[sampling]") :]
+    config.write_text(
+        ours + '[task]\nname = "mixture"\nevaluation_size = 4\n[[task.sources]]\nlabel = "sums"\n'
+        'name = "arithmetic"\ndigits = 1\n[[task.sources]]\nlabel = "games"\nname = "seeds"\nsize = 20\n'
+        'environment = "games:Guess"\nmax_turns = 3\n' + others
+    )
+
+    assert "Guess a number" in _try(config, "--by-hand", "--source", "games", typed="1\n").output
+    error = _try(config, "--by-hand", typed="1\n").exception
+    assert "prompt 0 has no task.environment (set --source to one of these: games)" in str(error)
+    error = _try(config, "--by-hand", "--source", "none", typed="1\n").exception
+    assert "none is not a source of training prompts; there are: sums, games" in str(error)
+    error = _try(config, "--by-hand", "--source", "games", "--prompt", "20", typed="1\n").exception
+    assert "--prompt: must be from 0 to 19; got 20" in str(error)
+
+
 def _sums(config):
     path = config.parent
     pairs = (

@@ -191,7 +191,7 @@ CASES = [
     (contract(), Level.OK, "match the run"),
     (contract(tokenizer_digest="9" * 64), Level.FAIL, "copy the run's model directory"),
     (contract(chat_template_digest="9" * 64), Level.FAIL, "use_chat_template"),
-    (contract(task_digest="9" * 64), Level.FAIL, "learner's [task]"),
+    (contract(task_digest="9" * 64), Level.FAIL, "data, reward and environment files"),
     (contract(layout_id="9" * 64), Level.FAIL, "published_dtype"),
     (contract(vocab_size=21), Level.FAIL, "run's model"),
     (contract(num_prompts=51), Level.FAIL, "data file"),

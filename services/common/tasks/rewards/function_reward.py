@@ -133,5 +133,5 @@ class FunctionRewardTask(TaskWrapper):
 
 
 _EXAMPLE = "for example mytask.rewards:score, a function f(prompt, completion, answer) in mytask/rewards.py"
-START_IT = "start that server; a service of heterorl tries again by itself"
+START_IT = "correct it, or start the server that it needs; a service of heterorl tries again by itself"
 _PLACES = "put the module next to the configuration file, name its directory in {}, or install it"

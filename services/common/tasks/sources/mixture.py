@@ -81,6 +81,12 @@ class MixtureTask:
             raise ConfigError("task.sources", f"weights so unlike need {whole:.3g} positions", action="raise the least")
         counts = [max(size, round(share * whole)) for size, share in zip(sizes, shares, strict=True)]
         self._ends = np.cumsum(np.array(counts, np.int64))
+        starts = (self._ends - counts).tolist()
+        # Further positions of a source repeat its prompts.
+        self.spans = tuple(
+            (source.label, range(start, start + size))
+            for source, start, size in zip(sources, starts, sizes, strict=True)
+        )
         self.num_prompts = int(self._ends[-1])
         held_out = [min(source.task.num_evaluation_prompts, MAX_HELD_OUT) for source in sources]
         self._held_out = _interleaved(held_out, shares)

@@ -331,6 +331,8 @@ class JsonLines:
                     digest.update(line)
         except OSError as error:
             problem = f"cannot read {path}: {error.strerror}"
+            if not path.is_absolute():
+                problem += f"; the path is relative to the working directory: {path.absolute()}"
             raise ConfigError(key, problem, action="check the path, and that this user can read the file") from error
         self.digest = digest.hexdigest()
         if not any(map(bytes.strip, self._lines)):

@@ -86,9 +86,15 @@ class RowsTask(MatchedTask):
             self.training = _without(key, chosen, self.held_out)
         self._count()
         _LOG.info(
-            "task.name: %d prompts and %d held out, digest %.12s",
-            self.num_prompts, self.num_evaluation_prompts, self.digest,
+            "task.name: %d prompts and %s, digest %.12s", self.num_prompts, self.held_out_words, self.digest,
         )  # fmt: skip
+
+    @property
+    def held_out_words(self) -> str:
+        """Number of held-out rows, and of different prompts if some repeat."""
+        different = np.unique(self.held_out.texts).size
+        repeat = f" ({different} different)" if different < self.num_evaluation_prompts else ""
+        return f"{self.num_evaluation_prompts} held out{repeat}"
 
     def _count(self) -> None:
         self.num_prompts = self.training.numbers.size

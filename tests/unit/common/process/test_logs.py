@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from heterorl.common.process.logs import ConsoleFormatter, utc
+from heterorl.common.process.logs import ConsoleFormatter, Rarely, utc
 
 NOISE = """
 import logging, os, subprocess, sys, threading, warnings
@@ -94,3 +94,14 @@ def test_times_for_people_are_utc_too():
 
     assert utc(0.0625) == "1970-01-01T00:00:00.062Z"
     assert ConsoleFormatter("%(asctime)s %(message)s").format(record) == "1970-01-01T00:00:00.062Z m"
+
+
+def test_a_kind_of_line_comes_once_a_minute_with_the_number_left_out(caplog):
+    now = [0.0]
+    said = Rarely(logging.getLogger("test"), lambda: now[0])
+    for moment, kind in ((0, "a"), (1, "a"), (2, "b"), (59, "a"), (60, "a"), (61, "a"), (200, "b")):
+        now[0] = float(moment)
+        said.warn(kind, "%d %% lost", moment, count=3)
+
+    lines = [record.getMessage() for record in caplog.records]
+    assert lines == ["0 % lost", "2 % lost", "60 % lost (6 more since the last such line)", "200 % lost"]

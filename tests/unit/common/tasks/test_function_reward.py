@@ -599,7 +599,7 @@ def test_a_reward_by_chance_is_told_at_the_start(tmp_path, caplog, reward, told)
     finally:
         close_task(task)
 
-    assert [record.args[0] for record in caplog.records if "arguments only" in record.getMessage()] == told
+    assert [record.args[1] for record in caplog.records if "arguments only" in record.getMessage()] == told
 
 
 @pytest.mark.parametrize("without", [0, 3])

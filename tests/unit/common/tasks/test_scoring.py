@@ -63,6 +63,10 @@ def test_a_row_of_failures_is_loud_at_the_eighth_and_ever_more_rarely(caplog):
     assert "task.reward_timeout_s" in caplog.text
     row.passed()
     assert not row.problem
+    for _ in range(9):
+        row.failed(RewardError("no answer"))
+    assert row.problem
+    assert len(caplog.records) == 3, "a shorter row within a minute adds no line"
 
 
 class Tokens:
@@ -79,12 +83,25 @@ def test_one_reward_is_tried_by_the_way_of_completions():
     task = Scored(fails_on("bad"))
 
     assert try_reward(task, Tokens()) == 9.0
-    assert task.asked == ["reference", "reference"], "twice, to find rewards by chance"
+    assert task.asked == ["reference", "reference", "Yes"], "twice, to find rewards by chance; and a wrong answer"
     with pytest.raises(
         ConfigError,
         match="^task: the reference answer of prompt 0 gets no reward here: no answer.*task.reward_timeout_s",
     ):
         try_reward(Scored(fails_on("reference")), None)
+
+
+def test_a_wrong_answer_without_reward_and_a_right_one_with_0_are_told(caplog):
+    told = []
+    assert try_reward(Scored(fails_on("Yes")), None, say=told.append) == 9.0
+    assert told == ["the reference answer of prompt 0 gets a reward of 9"]
+    (words,) = [record.getMessage() for record in caplog.records]
+    assert words.startswith("task: the answer 'Yes' to prompt 0 gets no reward: no answer in 1 s; such completions are")
+
+    caplog.clear()
+    assert try_reward(Scored(lambda completion: 0.0), None) == 0.0
+    (words,) = [record.getMessage() for record in caplog.records]
+    assert words.startswith("task: the reference answer of prompt 0 gets a reward of 0; correct")
 
 
 def mathematical(tmp_path, answers):

@@ -147,6 +147,24 @@ def test_fewer_held_out_prompts_than_asked_for_are_said(tmp_path, caplog):
     assert caplog.messages == [counted, told, counted]
 
 
+def test_held_out_rows_that_repeat_are_counted_as_different_prompts(tmp_path, caplog):
+    path = lines(tmp_path, *({"prompt": f"p{i % 4}", "answer": i % 4} for i in range(12)))
+
+    with caplog.at_level("INFO"):
+        task = build_task(TaskConfig(name=f"jsonl:{path}", evaluation_size=2))
+
+    assert task.held_out_words == "6 held out (2 different)"
+    assert caplog.messages[0].startswith("task.name: 6 prompts and 6 held out (2 different), digest ")
+
+
+def test_a_relative_path_that_is_missing_is_told_with_its_whole_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match="relative to the working directory: " + str(tmp_path / "q.jsonl")):
+        build_task(TaskConfig(name="jsonl:q.jsonl"))
+    with pytest.raises(ConfigError, match=r"for CSV name its directory: hf:/data\[train\] reads"):
+        build_task(TaskConfig(name="csv:q.csv"))
+
+
 @pytest.mark.parametrize(
     ("data", "kept"),
     [

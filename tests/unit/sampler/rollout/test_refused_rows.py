@@ -260,6 +260,19 @@ async def test_data_that_is_refused_altogether_is_said_loudly_and_does_not_spin(
     assert sum((await closed(world)).values()) <= 10
 
 
+async def test_a_reward_that_fails_is_told_with_its_reason_once_a_minute(world, caplog):
+    world.task = RunTask(build_task(TaskConfig(name="arithmetic")), unscored=range(10_000))
+    world.task.num_prompts = CONTRACT.num_prompts
+    world.start()
+    await world.passed(3.0)
+
+    lines = [record.getMessage() for record in caplog.records]
+    lost = [line for line in lines if "lost member" in line]
+    assert len(lost) == len([line for line in lines if "gives no group" in line]) == 1
+    assert "(reward_failed): the right answer cannot be parsed (correct task.reward" in lost[0]
+    assert metrics.REWARD_ERRORS._value.get() > world.errors_before + 1
+
+
 @pytest.mark.slow
 async def test_rewards_that_all_fail_are_said_in_the_status(world):
     world.task = RunTask(build_task(TaskConfig(name="arithmetic")), unscored=range(10_000))
@@ -271,7 +284,7 @@ async def test_rewards_that_all_fail_are_said_in_the_status(world):
     assert site.problem.startswith("NO REWARD for")
 
 
-def test_start_refuses_data_that_is_refused_altogether_and_no_other(prompter, tmp_path):
+def test_start_refuses_data_of_which_more_than_half_is_refused(prompter, tmp_path, caplog):
     def tried(path, *, refused=(), long=(), vocab_size=3, max_new_tokens=8):
         task = rows_of(tmp_path / path, refused=refused, long=long)
         try_prompts(
@@ -279,7 +292,11 @@ def test_start_refuses_data_that_is_refused_altogether_and_no_other(prompter, tm
         )
 
     every = set(range(CONTRACT.num_prompts))
-    tried("some.jsonl", refused=every - {0, 1}, long={1})
+    half = set(range(CONTRACT.num_prompts // 2))
+    tried("some.jsonl", refused=half - {0, 1}, long={1})
+    assert "prompts that were tried are refused: " in caplog.text
+    with pytest.raises(ConfigError, match="use_chat_template: [0-9]+ of 32 prompts that were tried are refused: "):
+        tried("most.jsonl", refused=every - set(range(8)))
     said = "all of 32 prompts that were tried are refused: "
     with pytest.raises(ConfigError, match=f"use_chat_template: {said}.*must alternate"):
         tried("all.jsonl", refused=every)

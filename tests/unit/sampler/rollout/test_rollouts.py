@@ -14,6 +14,7 @@ from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import generate_all
 from heterorl.common.generation.tiny_model import EOS, write_tiny_model
 from heterorl.common.model.tensors import store
+from heterorl.common.process import logs
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.tasks.task import Prompt, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
@@ -157,7 +158,9 @@ def test_broken_verifier_gives_no_group(parts):
 
 
 @pytest.mark.process
-async def test_a_reward_that_hangs_costs_its_own_group_only(parts, tmp_path, caplog):
+async def test_a_reward_that_hangs_costs_its_own_group_only(parts, tmp_path, caplog, monkeypatch):
+    # Every failure has its line.
+    monkeypatch.setattr(logs, "RARELY_S", 0.0)
     # Hangs on a completion of one prompt while there is no mark, crashes on every one of another.
     (tmp_path / "mine.py").write_text(
         "import os, time\n"

@@ -117,9 +117,12 @@ async def test_failure_is_the_end_of_one_member(play, monkeypatch, failure, erro
     await world.until(lambda: games.closed >= SIZE)
 
 
-async def test_group_with_too_few_members_left_goes_back(play, caplog):
+@pytest.mark.parametrize(
+    ("error", "reason"), [(EnvironmentFailed("it raised"), "environment_failed"), (ToolLost("5 s"), "tool_lost")]
+)
+async def test_group_with_too_few_members_left_goes_back(play, caplog, error, reason):
     games = Games(length=2)
-    games.failures = {("step", number, 1): EnvironmentFailed("it raised") for number in range(SIZE // 2 + 1)}
+    games.failures = {("step", number, 1): error for number in range(SIZE // 2 + 1)}
     world = await play(games)
     returned = []
 
@@ -129,8 +132,9 @@ async def test_group_with_too_few_members_left_goes_back(play, caplog):
     world.link.replaced["abandon_work"] = abandon_work
     await world.until(lambda: bool(returned))
 
-    assert returned[0][1].value == "environment_failed"
-    assert "its members are lost, the last one by environment_failed: it raised" in caplog.text
+    assert returned[0][1].value == reason
+    assert f"its members are lost, the last one by {reason}: {error}" in caplog.text
+    assert caplog.text.count("lost member") == 1, "once a minute"
     await world.until_acknowledged(1)
 
 

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from heterorl.common.errors import ConfigError, EnvironmentFailed, PromptRefused, RewardError
+from heterorl.common.errors import ConfigError, EnvironmentFailed, PromptRefused, RewardError, ServiceUnreachable
 from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.process.config_file import load
 from heterorl.common.tasks.environments import episode_worker, verifiers
@@ -14,10 +14,12 @@ from heterorl.common.tasks.environments.environment_task import (
     EnvironmentTask,
     EpisodeLimits,
     environment_of,
+    environment_problem,
     environments_of,
     numbers_task,
     seed_of,
 )
+from heterorl.common.tasks.rewards.worker_pool import NoAnswer
 from heterorl.common.tasks.task import Message, Prompt, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import try_prompts, try_reward
@@ -270,6 +272,15 @@ def test_a_row_without_a_column_that_the_score_asks_for_is_refused(made, place):
     with pytest.raises(ConfigError, match="the score of tools.py asks for answer; the row has level, messages, prompt"):
         made("tools.py", name=f"jsonl:{place}/none.jsonl")
     assert not made("kind.py", name=f"jsonl:{place}/none.jsonl").prompt(0).refusal
+
+
+def test_an_outage_that_an_environment_reports_may_be_its_own_mistake():
+    error = EnvironmentFailed("the calculator is down")
+    error.__cause__ = NoAnswer("no connection")
+
+    hint = r"\(correct it, or start the server that it needs; a service"
+    with pytest.raises(ServiceUnreachable, match=f"^task.environment: an episode: the calculator is down {hint}"):
+        raise environment_problem("an episode", error)
 
 
 @pytest.mark.parametrize(

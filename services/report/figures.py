@@ -72,7 +72,7 @@ def drawings(reports: Sequence[StepReport], versions: Rows, start: float | None)
             # An own loss may give weights that are not finite.
             values = _finite(stated) or [0.0]
             if min(values) > 0 and max(values) > _WIDE * statistics.median(values):
-                axes.set_yscale("log")
+                _logarithmic(axes)
             else:
                 _from_zero(axes, values)
             axes.set_ylabel(label)
@@ -112,6 +112,13 @@ def whole_numbers(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+
+
+def _logarithmic(axes: Any) -> None:
+    """Give the vertical axis powers of ten as plain numbers; the usual formatter writes formulas."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
+    axes.yaxis.set_minor_formatter("")
 
 
 def _from_zero(axes: Any, values: Sequence[float]) -> None:

@@ -193,6 +193,20 @@ def test_numbers_that_are_not_finite_leave_a_gap(tmp_path):
     assert set(render(read_run(tmp_path / "more"))[1]) == set(alone) == set(figures.PICTURES)
 
 
+@pytest.mark.parametrize("name", ["kl", "iw_variance"])
+def test_logarithmic_axis_has_plain_numbers(name):
+    axes = []
+    values = [2e-7, 1e-5, 1e-5, 3e-5, 0.02, 3.0]
+    reports = [dataclasses.replace(REPORT, step=n, **{name: value}) for n, value in enumerate(values)]
+    draw = figures.drawings(reports, [], None)[name]
+    figures.picture(lambda one: (draw(one), axes.append(one)))
+
+    labels = [label.get_text() for label in axes[0].get_yticklabels(which="both") if label.get_text()]
+    assert axes[0].get_yscale() == "log"
+    assert {"1e-5", "0.001"} <= set(labels)
+    assert all(float(label) for label in labels)
+
+
 def test_a_later_row_of_a_step_replaces_an_earlier_one(tmp_path):
     again = dataclasses.asdict(dataclasses.replace(REPORT, step=4, version=9, reward_mean=0.75))
     journal(tmp_path / "learner", extra=[again])

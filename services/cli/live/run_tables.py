@@ -18,7 +18,7 @@ from heterorl.cli.live.step_curves import progress_words, report_rows
 from heterorl.common.api import OperatorApi, every_evaluation, every_step
 from heterorl.common.errors import RemoteError
 from heterorl.common.evaluation.summary import HEADS, UNDER_WAY, evaluation_rows
-from heterorl.common.types.common import StepReport, amount
+from heterorl.common.types.common import SOURCE_STEPS, StepReport, amount, mean_of_sources
 from heterorl.common.types.evaluation import Evaluation, EvaluationState
 from heterorl.common.types.run import (
     NEVER_S,
@@ -31,6 +31,7 @@ from heterorl.common.types.run import (
     step_words,
     steps_wanted,
 )
+from heterorl.report.figures import newest_evaluated
 
 STANDS_STILL = "STANDS STILL"
 
@@ -43,14 +44,14 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     return result
 
 
-def status_tables(status: RunStatus, *, evaluated: StepReport | None = None) -> tuple[Table, ...]:
-    """Tables of a run, of its sites' work, of details, and of its sites' state.
-    `evaluated` is the newest report with a held-out reward."""
+def status_tables(status: RunStatus, *, reports: Sequence[StepReport] = ()) -> tuple[Table, ...]:
+    """A run's tables: state, sites' work, details, sites' state.
+    `reports` are its newest steps."""
     run, details = (
         Table(title=Text(title), show_header=False, box=None, pad_edge=False, padding=(0, 1, 0, 0))
         for title in (f"run {status.run_id}", "details")
     )
-    for table, rows in ((run, status_rows(status, evaluated=evaluated)), (details, _detail_rows(status))):
+    for table, rows in ((run, status_rows(status, reports=reports)), (details, _detail_rows(status))):
         for name, value in rows:
             # Names come from other machines, so markup is off.
             style = "bold red" if name == STANDS_STILL else ""
@@ -59,8 +60,8 @@ def status_tables(status: RunStatus, *, evaluated: StepReport | None = None) -> 
     return run, work, details, state
 
 
-def status_rows(status: RunStatus, *, evaluated: StepReport | None = None) -> list[tuple[str, str]]:
-    """Names and values that an operator needs, few enough for a small screen; problems come first."""
+def status_rows(status: RunStatus, *, reports: Sequence[StepReport] = ()) -> list[tuple[str, str]]:
+    """Names and values for a small screen; problems come first."""
     ledger, report = status.ledger, status.last_report
     dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
     rows = [*_problem_rows(status), ("version", _version(status))]
@@ -70,9 +71,9 @@ def status_rows(status: RunStatus, *, evaluated: StepReport | None = None) -> li
     if status.progress is not None:
         rows.append(("now", progress_words(status.progress, status.progress_age_s)))
     if report is not None:
-        rows.append(("step", _step(report, evaluated, steps_wanted(status.facts))))
+        rows.append(("step", _step(report, newest_evaluated(reports), steps_wanted(status.facts))))
         if report.sources:
-            rows.append(("sources", _sources(report)))
+            rows.append(("sources", _sources(reports or (report,))))
     return [
         *rows,
         ("queue", f"{ledger.pending} pending, {ledger.leased} leased"),
@@ -157,12 +158,13 @@ def _step(report: StepReport, evaluated: StepReport | None, wanted: int) -> str:
     return f"{step_words(report.step, wanted)}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}{scored}"
 
 
-def _sources(report: StepReport) -> str:
-    """Share of groups and mean reward, by source of a mixture."""
-    total = sum(source.num_groups for source in report.sources)
-    return ", ".join(
-        f"{source.label} {source.num_groups / total:.0%}, reward {source.reward_mean:.3f}" for source in report.sources
-    )
+def _sources(reports: Sequence[StepReport]) -> str:
+    """Share of groups and mean reward of each source, newest steps."""
+    newest = reports[-SOURCE_STEPS:]
+    found = mean_of_sources(newest)
+    total = sum(source.num_groups for source in found)
+    said = [f"{source.label} {source.num_groups / total:.0%}, reward {source.reward_mean:.3f}" for source in found]
+    return f"{'; '.join(said)} ({amount(len(newest), 'step')})"
 
 
 def _sizes(full_bytes: int, **payloads: int) -> str:

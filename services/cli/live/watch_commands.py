@@ -41,14 +41,13 @@ def status(
     `heterorl certs issue operator me` makes that directory.
     """
     from heterorl.cli.live.run_tables import evaluation_tables, status_json, status_tables
-    from heterorl.report.figures import newest_evaluated
 
     answer, reports, evaluations = link.ask(_look)
     if json_:
         typer.echo(strict_json({**status_json(answer), "evaluations": evaluations}, indent=2))
     else:
         console = console_of()
-        console.print(*status_tables(answer, evaluated=newest_evaluated(reports)))
+        console.print(*status_tables(answer, reports=reports))
         console.print(*evaluation_tables(evaluations))
 
 
@@ -170,7 +169,7 @@ def frame(view: View, *, wall: float, is_unicode: bool = False) -> Group:
 
     from heterorl.cli.live.run_tables import evaluation_tables, status_tables
     from heterorl.cli.live.step_curves import series
-    from heterorl.report.figures import newest_evaluated, sparkline
+    from heterorl.report.figures import sparkline
 
     head = Text(f"{view.address}  {_time(wall)}  ")
     if view.unreachable_since is None:
@@ -180,9 +179,8 @@ def frame(view: View, *, wall: float, is_unicode: bool = False) -> Group:
         head.append(since + view.problem, style="bold red")
     if view.status is None:
         return Group(head, Text("no answer from the coordinator yet"))
-    evaluated = newest_evaluated(view.reports)
     # What does not fit on the screen is cut off at its end: details, which change least.
-    run, work, *rest = status_tables(view.status, evaluated=evaluated)
+    run, work, *rest = status_tables(view.status, reports=view.reports)
     rates = _rates(view)
     if rates:
         run.add_row("rate", rates)

@@ -506,7 +506,7 @@ def test_run_without_a_version_says_what_is_waited_for():
     assert "none yet: the learner publishes version 0" in console.export_text()
     known = dataclasses.replace(status, head_version=3, last_report=REPORT)
     evaluated = dataclasses.replace(REPORT, version=2, evaluation_accuracy=0.25)
-    console.print(*status_tables(known, evaluated=evaluated))
+    console.print(*status_tables(known, reports=[evaluated]))
     assert "held-out reward 0.250 at version 2" in console.export_text()
     console.print(*status_tables(dataclasses.replace(known, facts={"steps wanted": "77"})))
     assert f"{REPORT.step} of 77: reward" in console.export_text()

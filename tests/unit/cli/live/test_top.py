@@ -160,6 +160,21 @@ async def test_small_screen_shows_losses_ledger_and_sites_before_details(height,
     assert ("sample size" in text) == has_curves
 
 
+def test_sources_are_means_over_the_newest_steps():
+    """A step of few groups has not each source, and none in its true share."""
+    steps = []
+    for step in range(1, 101):
+        often = SourceReport(label="often", num_groups=3, reward_mean=step / 100)
+        rare = SourceReport(label="rare", num_groups=1, reward_mean=0.25)
+        steps.append(dataclasses.replace(REPORT, step=step, sources=(often, rare) if step % 2 else (often,)))
+    status = dataclasses.replace(STATUS, last_report=steps[-1])
+
+    assert dict(status_rows(status, reports=steps))["sources"] == (
+        "often 86%, reward 0.755; rare 14%, reward 0.250 (50 steps)"
+    )
+    assert dict(status_rows(status))["sources"] == "often 100%, reward 1.000 (1 step)"
+
+
 def test_problems_stand_before_all_else():
     site = SiteStatus(
         site="eu", incarnation="i", policy_version=3, state_root="", last_seen_s=2.0, groups_accepted=7,

@@ -185,7 +185,7 @@ def _store(status: RunStatus) -> str:
 
 
 _WORK = ("site", "version", "behind", "accepted", "dropped", "tokens/s", "leased", "seen")
-_STATE = ("variant", "starts", "canary", "failed", "refused", "apply", "quota")
+_STATE = ("variant", "state\ndirs", "canary", "failed", "refused", "apply", "quota")
 
 
 def site_tables(sites: Sequence[SiteStatus], *, head_version: int) -> tuple[Table, ...]:
@@ -226,7 +226,7 @@ def _state(site: Folded) -> tuple[str, ...]:
     status = site.newest
     return (
         status.variant or "-",
-        str(site.starts),
+        str(site.state_dirs),
         _canary(status),
         str(status.groups_failed),
         str(status.groups_refused),

@@ -452,6 +452,9 @@ def test_sites_are_readable_at_eighty_columns():
         for word in words:
             assert any(word in line for line in lines), word
     assert not any("\u2026" in line for line in lines)
+    # A sampler that is started again with its state_dir is no new one.
+    assert "dirs" in " ".join(lines)
+    assert "starts" not in " ".join(lines)
     # Each value stands under its heading.
     work, state = (line.split() for line in lines if "frankfurt-12" in line)
     assert work == ["frankfurt-12", "1234", "6", "123456", "17", "7276", "5", "0", "s", "ago"]
@@ -476,9 +479,9 @@ def test_one_row_a_site_whatever_it_was_started_how_often():
 
     us, eu = fold_incarnations([site, newest, older, never])
 
-    assert (us.newest.incarnation, us.newest.policy_version, us.starts) == ("new", 7, 3)
+    assert (us.newest.incarnation, us.newest.policy_version, us.state_dirs) == ("new", 7, 3)
     assert (us.newest.groups_accepted, us.newest.groups_dropped, us.newest.work_leased) == (9, 3, 6)
-    assert (eu.newest.site, eu.starts) == ("eu-1", 1)
+    assert (eu.newest.site, eu.state_dirs) == ("eu-1", 1)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(*site_tables([site, newest, older, never], head_version=8))
     text = console.export_text()

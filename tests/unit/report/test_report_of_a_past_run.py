@@ -145,7 +145,7 @@ def test_versions_are_counted_where_they_are_not_listed(tmp_path):
 def test_picture_of_many_sites_has_a_bar_for_each_large_one():
     """A bar for each of 800 sites took 46 s, and the picture was 70,000 pixels high."""
     sites = [
-        SiteTotals(site=f"site-{number}", engines=("hf",), accepted=number, dropped=1, incarnations=1)
+        SiteTotals(site=f"site-{number}", engines=("hf",), accepted=number, dropped=1, state_dirs=1)
         for number in range(800)
     ]
 

@@ -68,8 +68,9 @@ def status_rows(status: RunStatus, *, reports: Sequence[StepReport] = ()) -> lis
     if status.rollback_to >= 0:
         said = "the learner refused it, its log says why" if status.is_rollback_refused else "not done yet"
         rows.append(("ordered", f"rollback to version {status.rollback_to}; {said}"))
-    if status.progress is not None:
-        rows.append(("now", progress_words(status.progress, status.progress_age_s)))
+    progress = status.progress
+    if progress is not None and not (report and _is_done(progress.step, report, head=status.head_version)):
+        rows.append(("now", progress_words(progress, status.progress_age_s)))
     if report is not None:
         rows.append(("step", _step(report, newest_evaluated(reports), steps_wanted(status.facts))))
         if report.sources:
@@ -82,6 +83,12 @@ def status_rows(status: RunStatus, *, reports: Sequence[StepReport] = ()) -> lis
         *_closed(status),
         *([("ledger", "balanced")] if ledger.is_balanced else []),
     ]
+
+
+def _is_done(step: int, newest: StepReport, *, head: int) -> bool:
+    """Whether a stated step is over; statements come with lease renewals.
+    A head newer than the last step is a rollback's, from which steps are repeated."""
+    return newest.version >= head and step <= newest.step
 
 
 def _detail_rows(status: RunStatus) -> list[tuple[str, str]]:

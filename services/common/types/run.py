@@ -234,7 +234,7 @@ NEVER_S = -1.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """A site's newest incarnation with the counts of all; each state_dir is one."""
+    """A site's newest incarnation with all counts; each state_dir is one."""
 
     newest: SiteStatus
     state_dirs: int

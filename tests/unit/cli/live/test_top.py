@@ -175,6 +175,21 @@ def test_sources_are_means_over_the_newest_steps():
     assert dict(status_rows(status))["sources"] == "often 100%, reward 1.000 (1 step)"
 
 
+@pytest.mark.parametrize(
+    ("step", "head", "is_shown"), [(4, 3, True), (3, 3, False), (2, 3, False), (2, 4, True)],
+    ids=["the next one", "published", "older", "after a rollback"],
+)  # fmt: skip
+def test_progress_of_a_step_that_is_done_is_not_called_now(step, head, is_shown):
+    progress = LearnerProgress(
+        step=step, phase=LearnerPhase.EXAMINING, phase_s=1.0, micro_batches_done=0, micro_batches=0
+    )
+    last = dataclasses.replace(REPORT, step=3, version=3)
+    status = dataclasses.replace(STATUS, progress=progress, head_version=head, last_report=last)
+
+    assert ("now" in dict(status_rows(status))) == is_shown
+    assert "now" in dict(status_rows(dataclasses.replace(status, last_report=None)))
+
+
 def test_problems_stand_before_all_else():
     site = SiteStatus(
         site="eu", incarnation="i", policy_version=3, state_root="", last_seen_s=2.0, groups_accepted=7,

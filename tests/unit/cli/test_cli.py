@@ -535,6 +535,15 @@ def test_links_of_operators_are_told_what_to_change(command, tmp_path):
     assert f"cannot read {tmp_path}/ca.crt" in problem("127.0.0.1:1", "--credentials", str(tmp_path))
 
 
+@pytest.mark.parametrize("command", [("samples", "list"), ("view",)])
+def test_directory_of_a_stopped_run_is_no_address(command, tmp_path):
+    problem = str(invoke(*command, str(tmp_path), "--insecure").exception)
+
+    assert f"{tmp_path} is a directory" in problem
+    assert "`heterorl report DIR` reads a stopped run" in problem
+    assert "`heterorl samples export` before you stop it" in problem
+
+
 @pytest.mark.parametrize("command", ["status", "backup"])
 def test_commands_that_give_up_do_not_claim_to_go_on(monkeypatch, command):
     monkeypatch.setattr("heterorl.cli.connection.BUDGET_S", 0.0)

@@ -243,10 +243,11 @@ def export(
 
     if (checkpoint is None) == (version is None):
         raise ConfigError("--checkpoint", "give either a checkpoint or a --version of a run")
+    pulled: list[int] = []
     with ExitStack() as stack:
         source: Path | VersionSource
         if version is not None:
-            model, source = stack.enter_context(_version_source(version, config, model_dir, out))
+            model, source = stack.enter_context(_version_source(version, config, model_dir, out, pulled.append))
         elif model_dir is None or checkpoint is None:
             raise ConfigError(
                 "--model-dir", "a checkpoint has no configuration or tokenizer", action="name the run's model_dir"
@@ -264,14 +265,16 @@ def export(
             max_shard_size=max_shard_size,
         )
     of = f" of version {manifest.version}, step {manifest.step}," if manifest else ""
+    of = of or "".join(f" of version {number}" for number in pulled)
     console_of().print(f"model{of} written to {out}", soft_wrap=True)
 
 
 @contextmanager
 def _version_source(
-    version: int, config: Path | None, model_dir: Path | None, out: Path
+    version: int, config: Path | None, model_dir: Path | None, out: Path, note: Callable[[int], None]
 ) -> Iterator[tuple[str, VersionSource]]:
-    """Start model and version of the run that a sampler's file names."""
+    """Start model and version of the run that a sampler's file names.
+    `note` gets the version's number as it is pulled."""
     from tempfile import TemporaryDirectory
 
     from heterorl.cli.check_config import load_service
@@ -300,6 +303,7 @@ def _version_source(
             _say(f"pulling {'the newest version' if version < 0 else f'version {version}'} from {loaded.coordinator}")
             found = pull_version(loaded.coordinator, version, loaded, layout=layout, spool=Path(spool))
             _say(f"version {found.version} is verified")
+            note(found.version)
             return found.arena
 
         yield loaded.model_dir, VersionSource(layout_id=contract.layout_id, lora=contract.lora, pull=pull)

@@ -67,9 +67,9 @@ def evaluate(
 ) -> None:
     """Evaluate a model or versions of a run on held-out prompts.
 
-    It prints avg@n and pass@k, with intervals over prompts. It samples and scores as the run's own evaluations do, by
-    the file's [[evaluation]] tables. Without them the set is the first 64 held-out prompts of its task, with the
-    temperature, top_p and max_new_tokens that [sampling] states; temperature is else 0.
+    It prints avg@n and pass@k, with intervals over prompts, also for each source of a mixture. It samples and scores as
+    the run's own evaluations do, by the file's [[evaluation]] tables. Without them the set is the first 64 held-out
+    prompts of its task, with the temperature, top_p and max_new_tokens that [sampling] states; temperature is else 0.
 
     Example: `heterorl evaluate run.example:50051 --version 0 --version 120 --config sampler.toml`
     """

@@ -134,6 +134,11 @@ def source_of(task: Task, index: int) -> str:
     return str(getattr(task, "source_of", lambda _: "")(index))
 
 
+def evaluation_source_of(task: Task, index: int) -> str:
+    """Label of a held-out prompt's source; empty where a task has one."""
+    return str(getattr(task, "evaluation_source_of", lambda _: "")(index))
+
+
 def knows_answers(task: object) -> bool:
     """Whether a task can tell that an answer is unreadable."""
     return hasattr(task, "answer_problem")

@@ -77,6 +77,13 @@ class Link:
         if not address:
             action = f"give host:port of the coordinator, or set {ADDRESS_VARIABLE}; `heterorl join` notes it too"
             raise ConfigError("ADDRESS", "is not set", action=action)
+        # A Path raises for names that are too long.
+        if os.path.isdir(address):  # noqa: PTH112
+            problem = f"{address} is a directory, and this command asks a running coordinator"
+            action = "start it and give host:port. `heterorl report DIR` reads a stopped run, without samples: export "
+            raise ConfigError(
+                "ADDRESS", problem, action=f"{action}them by `heterorl samples export` before you stop it"
+            )
         check_address("ADDRESS", address, is_list=True)
         if credentials is None and not self.insecure:
             action = "give a directory that `heterorl join` made, or --insecure if the run has no certificates"

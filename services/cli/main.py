@@ -40,6 +40,7 @@ from heterorl.cli.models import evaluate, export
 from heterorl.cli.operations import accept_rewind, audit, backup, restore, rollback, sites
 from heterorl.cli.plan import plan
 from heterorl.cli.report import report
+from heterorl.cli.reward import reward
 from heterorl.cli.samples.samples_commands import samples
 from heterorl.cli.samples.view_command import view
 from heterorl.common.errors import ConfigError, DependencyMissing, DiskFull, HeterorlError, OperatorError
@@ -312,6 +313,7 @@ app.add_typer(samples, name="samples", rich_help_panel=WATCH)
 app.add_typer(sites, name="sites", rich_help_panel=STEER)
 app.add_typer(audit, name="audit", rich_help_panel=CHECK)
 app.add_typer(env, name="env", rich_help_panel=TRY)
+app.add_typer(reward, name="reward", rich_help_panel=TRY)
 app.add_typer(certs, name="certs", rich_help_panel=NAMES)
 
 

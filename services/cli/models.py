@@ -71,9 +71,9 @@ def evaluate(
 ) -> None:
     """Evaluate a model or versions of a run on held-out prompts.
 
-    It prints avg@n and pass@k, with intervals over prompts. It samples and scores as the run's own evaluations do, by
-    the file's [[evaluation]] tables. Without them the set is the first 64 held-out prompts of its task, with the
-    temperature, top_p and max_new_tokens that [sampling] states; temperature is else 0.
+    It prints avg@n and pass@k, with intervals over prompts, also for each source of a mixture. It samples and scores as
+    the run's own evaluations do, by the file's [[evaluation]] tables. Without them the set is the first 64 held-out
+    prompts of its task, with the temperature, top_p and max_new_tokens that [sampling] states; temperature is else 0.
 
     Example: `heterorl evaluate run.example:50051 --version 0 --version 120 --config sampler.toml`
     """
@@ -241,10 +241,11 @@ def export(
 
     if (checkpoint is None) == (version is None):
         raise ConfigError("--checkpoint", "give either a checkpoint or a --version of a run")
+    pulled: list[int] = []
     with ExitStack() as stack:
         source: Path | VersionSource
         if version is not None:
-            model, source = stack.enter_context(_version_source(version, config, model_dir, out))
+            model, source = stack.enter_context(_version_source(version, config, model_dir, out, pulled.append))
         elif model_dir is None or checkpoint is None:
             raise ConfigError(
                 "--model-dir", "a checkpoint has no configuration or tokenizer", action="name the run's model_dir"
@@ -262,14 +263,16 @@ def export(
             max_shard_size=max_shard_size,
         )
     of = f" of version {manifest.version}, step {manifest.step}," if manifest else ""
+    of = of or "".join(f" of version {number}" for number in pulled)
     console_of().print(f"model{of} written to {out}", soft_wrap=True)
 
 
 @contextmanager
 def _version_source(
-    version: int, config: Path | None, model_dir: Path | None, out: Path
+    version: int, config: Path | None, model_dir: Path | None, out: Path, note: Callable[[int], None]
 ) -> Iterator[tuple[str, VersionSource]]:
-    """Start model and version of the run that a sampler's file names."""
+    """Start model and version of the run that a sampler's file names.
+    `note` gets the version's number as it is pulled."""
     from tempfile import TemporaryDirectory
 
     from heterorl.evaluation.subject import pull_version, stated_contract
@@ -292,6 +295,7 @@ def _version_source(
             _say(f"pulling {'the newest version' if version < 0 else f'version {version}'} from {loaded.coordinator}")
             found = pull_version(loaded.coordinator, version, loaded, layout=layout, spool=Path(spool))
             _say(f"version {found.version} is verified")
+            note(found.version)
             return found.arena
 
         yield loaded.model_dir, VersionSource(layout_id=contract.layout_id, lora=contract.lora, pull=pull)

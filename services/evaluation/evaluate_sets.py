@@ -25,6 +25,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.evaluation.summary import Standing, estimate_text, standing, summarize
 from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.process.clock import Bell, SystemClock
+from heterorl.common.tasks.task import evaluation_source_of
 from heterorl.common.text.conversation import try_reward
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.evaluation import EvaluationSpec, EvaluationSummary, PromptResult
@@ -125,6 +126,8 @@ class Row:
     summary: EvaluationSummary
     seconds: float
     results: tuple[PromptResult, ...]
+    sources: tuple[tuple[str, EvaluationSummary], ...] = ()
+    """The same of each source of a mixture, by label; their rewards may have different scales."""
 
 
 def evaluate_all(
@@ -151,10 +154,23 @@ def evaluate_all(
                 subject=subject.name,
                 version=subject.version,
                 set=one,
-                summary=summarize(results, num_samples=one.draws.num_samples, pass_reward=one.draws.pass_reward),
+                summary=_summary(one, results),
                 seconds=time.perf_counter() - started,
                 results=tuple(results),
+                sources=by_source(one, results),
             )
+
+
+def _summary(of: SiteSet, results: Iterable[PromptResult]) -> EvaluationSummary:
+    return summarize(results, num_samples=of.draws.num_samples, pass_reward=of.draws.pass_reward)
+
+
+def by_source(of: SiteSet, results: Iterable[PromptResult]) -> tuple[tuple[str, EvaluationSummary], ...]:
+    """Results of each source of a mixture, by label."""
+    found: dict[str, list[PromptResult]] = {}
+    for result in results:
+        found.setdefault(evaluation_source_of(of.task, result.prompt_index), []).append(result)
+    return tuple((label, _summary(of, found[label])) for label in sorted(found) if label)
 
 
 def tables(rows: Sequence[Row], *, width: int) -> list[Table]:
@@ -189,15 +205,23 @@ def _table(rows: Sequence[Row], title: str, ks: Sequence[int], *, estimates: boo
         shown.add_column(name, min_width=len("[0.000,"))
     for name in ("prompts", "n", "tokens", "cut", "unscored", "s") if counts else ():
         shown.add_column(name, justify="right", no_wrap=True)
-    for row in rows:
-        found, cells = row.summary, [row.subject, row.set.name]
+    lines = [
+        (row, name, found, seconds)
+        for row in rows
+        for name, found, seconds in (
+            (row.set.name, row.summary, f"{row.seconds:.1f}"),
+            *((f"- {label}", of_source, "") for label, of_source in row.sources),
+        )
+    ]
+    for row, name, found, seconds in lines:
+        cells = [row.subject if seconds else "", name]
         if estimates:
             passes = {entry.k: entry.estimate for entry in found.passes}
             cells += [estimate_text(found.average), *(estimate_text(passes.get(k)) for k in ks)]
         if counts:
             cells += [
                 str(found.num_prompts), str(row.set.draws.num_samples), f"{found.mean_tokens:.0f}",
-                str(found.num_truncated), str(found.num_errors), f"{row.seconds:.1f}",
+                str(found.num_truncated), str(found.num_errors), seconds,
             ]  # fmt: skip
         shown.add_row(*map(Text, cells))
     return shown
@@ -223,6 +247,8 @@ def _row_json(row: Row, *, with_texts: bool) -> dict[str, Any]:
         "seconds": row.seconds,
         **dataclasses.asdict(row.summary),
     }
+    if row.sources:
+        found["sources"] = {label: dataclasses.asdict(of_source) for label, of_source in row.sources}
     if with_texts:
         found["prompts"] = [dataclasses.asdict(result) for result in row.results]
     return found

@@ -6,13 +6,21 @@ Values that a learner did not state are left out.
 from __future__ import annotations
 
 import io
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
-from heterorl.common.types.common import CompletionNumbers, LearnerPhase, StepReport, StepTimes
+from heterorl.common.types.common import (
+    SOURCE_STEPS,
+    CompletionNumbers,
+    LearnerPhase,
+    StepReport,
+    StepTimes,
+    mean_of_sources,
+)
 
 PICTURES = {
     "accuracy": "Reward, trained and held out",
@@ -72,7 +80,7 @@ def drawings(reports: Sequence[StepReport], versions: Rows, start: float | None)
             # An own loss may give weights that are not finite.
             values = _finite(stated) or [0.0]
             if min(values) > 0 and max(values) > _WIDE * statistics.median(values):
-                axes.set_yscale("log")
+                _logarithmic(axes)
             else:
                 _from_zero(axes, values)
             axes.set_ylabel(label)
@@ -112,6 +120,13 @@ def whole_numbers(axis: Any) -> None:
     from matplotlib.ticker import MaxNLocator
 
     axis.set_major_locator(MaxNLocator(integer=True, steps=[1, 2, 5, 10]))
+
+
+def _logarithmic(axes: Any) -> None:
+    """Make the vertical axis logarithmic, with plain numbers, not formulas."""
+    axes.set_yscale("log")
+    axes.yaxis.set_major_formatter(lambda value, _: f"{value:g}".replace("e-0", "e-"))
+    axes.yaxis.set_minor_formatter("")
 
 
 def _from_zero(axes: Any, values: Sequence[float]) -> None:
@@ -159,6 +174,7 @@ TITLES = {
     "length": "Length of the completions",
     "signal": "Truncated completions, groups with equal rewards",
     "parts": "Parts of the reward",
+    "sources": "Reward by source",
     "time": "Time of a step by phase",
 }
 NOTES = {
@@ -167,6 +183,8 @@ NOTES = {
     "signal": "Both should be low. Truncated completions are rarely correct; groups with equal rewards teach nothing, "
     "because their prompts are too easy or too hard.",
     "parts": "The parts should rise together. If one rises by itself, the policy may be gaming it.",
+    "sources": f"Means over {SOURCE_STEPS} steps, with each source's share of the trained groups. A share below its "
+    "weight: groups of that source are lost or too old.",
     "time": "Most time should be computing. Much waiting: samplers or the link are too slow. Much examining: the "
     "checks are too slow. Much publishing: versions are too large for the time of a step.",
 }
@@ -184,6 +202,8 @@ def curves(reports: Sequence[StepReport]) -> dict[str, _Draw]:
         drawn |= {"length": partial(_length, stated), "signal": partial(_signal, stated)}
         if any(numbers.reward_parts for _, numbers in stated):
             drawn["parts"] = partial(_parts, stated)
+    if any(report.sources for report in reports):
+        drawn["sources"] = partial(_sources, reports)
     if timed:
         drawn["time"] = partial(_time, timed)
     return drawn
@@ -220,6 +240,25 @@ def _parts(stated: Sequence[tuple[int, CompletionNumbers]], axes: Any) -> None:
         known = [(step, part.mean) for step, n in stated for part in n.reward_parts if part.name == name]
         axes.plot(*zip(*known, strict=True), color=colour, label=name[:30])
     axes.set_ylabel("mean")
+    legend(axes)
+
+
+def _sources(reports: Sequence[StepReport], axes: Any) -> None:
+    whole = mean_of_sources(reports)
+    total = sum(source.num_groups for source in whole)
+    largest = sorted(whole, key=lambda source: -source.num_groups)[: len(_COLOURS)]
+    for source, colour in zip(sorted(largest, key=lambda source: source.label), _COLOURS, strict=False):
+        found = [next((each for each in r.sources if each.label == source.label), None) for r in reports]
+        groups = [0, *itertools.accumulate(each.num_groups if each else 0 for each in found)]
+        rewards = [0.0, *itertools.accumulate(each.num_groups * each.reward_mean if each else 0.0 for each in found)]
+        means = [
+            (report.step, (rewards[end] - rewards[start]) / (groups[end] - groups[start]))
+            for end, report in enumerate(reports, start=1)
+            if groups[end] > groups[start := max(0, end - SOURCE_STEPS)]
+        ]
+        label = source.label if len(source.label) <= 24 else f"...{source.label[-21:]}"
+        axes.plot(*zip(*means, strict=True), color=colour, label=f"{label}, {source.num_groups / total:.0%}")
+    axes.set_ylabel("mean reward")
     legend(axes)
 
 

@@ -32,7 +32,7 @@ class SiteTotals:
     engines: tuple[str, ...] = ()
     accepted: int
     dropped: int
-    incarnations: int
+    state_dirs: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ def _from_store(directory: Path, journal: Path | None) -> PastRun:
         sets=sets,
         sites=tuple(
             SiteTotals(
-                site=site, engines=tuple(sorted(engines.split(","))), accepted=taken, dropped=lost, incarnations=count
+                site=site, engines=tuple(sorted(engines.split(","))), accepted=taken, dropped=lost, state_dirs=count
             )
             for site, engines, taken, lost, count in sites
         ),
@@ -228,7 +228,7 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
             site=site.newest.site,
             accepted=site.newest.groups_accepted,
             dropped=site.newest.groups_dropped,
-            incarnations=site.starts,
+            state_dirs=site.state_dirs,
         )
         for site in fold_incarnations(status.sites)
     )

@@ -183,10 +183,10 @@ def _tables(run: PastRun) -> list[tuple[str, tuple[str, ...], list[tuple[Any, ..
         tables.append(("Evaluation", HEADS, [tuple(row) for row in evaluation_rows(run.sets)]))
     if run.sites:
         rows: list[tuple[Any, ...]] = [
-            (site.site, ", ".join(site.engines), f"{site.accepted:,}", f"{site.dropped:,}", site.incarnations)
+            (site.site, ", ".join(site.engines), f"{site.accepted:,}", f"{site.dropped:,}", site.state_dirs)
             for site in run.sites
         ]
-        tables.append(("Sites", ("site", "engine", "accepted", "dropped", "state directories"), rows))
+        tables.append(("Sites", ("site", "engine", "accepted", "dropped", "state dirs"), rows))
     return tables
 
 

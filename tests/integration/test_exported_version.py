@@ -65,6 +65,7 @@ async def test_a_version_is_exported_as_its_checkpoint_is(tmp_path, monkeypatch,
             assert f"version {version} is verified" in result.stderr
         newest = await asyncio.to_thread(export, "--version", -1, "-c", config, "--out", tmp_path / "newest")
         assert "version 2 is verified" in newest.stderr
+        assert newest.stdout == f"model of version 2 written to {tmp_path / 'newest'}\n"
         with pytest.raises(UnknownVersion):
             await asyncio.to_thread(export, "--version", 7, "-c", config, "--out", tmp_path / "none")
         signed = tmp_path / "signed.toml"

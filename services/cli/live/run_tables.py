@@ -18,7 +18,7 @@ from heterorl.cli.live.step_curves import progress_words, report_rows
 from heterorl.common.api import OperatorApi, every_evaluation, every_step
 from heterorl.common.errors import RemoteError
 from heterorl.common.evaluation.summary import HEADS, UNDER_WAY, evaluation_rows
-from heterorl.common.types.common import StepReport, amount
+from heterorl.common.types.common import SOURCE_STEPS, StepReport, amount, mean_of_sources
 from heterorl.common.types.evaluation import Evaluation, EvaluationState
 from heterorl.common.types.run import (
     NEVER_S,
@@ -31,6 +31,7 @@ from heterorl.common.types.run import (
     step_words,
     steps_wanted,
 )
+from heterorl.report.figures import newest_evaluated
 
 STANDS_STILL = "STANDS STILL"
 
@@ -43,52 +44,73 @@ def status_json(status: RunStatus) -> dict[str, Any]:
     return result
 
 
-def status_tables(status: RunStatus, *, evaluated: StepReport | None = None) -> tuple[Table, ...]:
-    """Tables of a run and its sites.
-    `evaluated` is the newest report with a held-out reward."""
-    run = Table(title=Text(f"run {status.run_id}"), show_header=False)
-    for name, value in status_rows(status, evaluated=evaluated):
-        # Names come from other machines, so markup is off.
-        style = "bold red" if name == STANDS_STILL else ""
-        run.add_row(Text(name, style=style), Text(value, style=style))
-    return run, *site_tables(status.sites, head_version=status.head_version)
+def status_tables(status: RunStatus, *, reports: Sequence[StepReport] = ()) -> tuple[Table, ...]:
+    """A run's tables: state, sites' work, details, sites' state.
+    `reports` are its newest steps."""
+    run, details = (
+        Table(title=Text(title), show_header=False, box=None, pad_edge=False, padding=(0, 1, 0, 0))
+        for title in (f"run {status.run_id}", "details")
+    )
+    for table, rows in ((run, status_rows(status, reports=reports)), (details, _detail_rows(status))):
+        for name, value in rows:
+            # Names come from other machines, so markup is off.
+            style = "bold red" if name == STANDS_STILL else ""
+            table.add_row(Text(name, style=style), Text(value, style=style))
+    work, state = site_tables(status.sites, head_version=status.head_version)
+    return run, work, details, state
 
 
-def status_rows(status: RunStatus, *, evaluated: StepReport | None = None) -> list[tuple[str, str]]:
-    """Names and values of a run's state; problems come first."""
-    ledger = status.ledger
+def status_rows(status: RunStatus, *, reports: Sequence[StepReport] = ()) -> list[tuple[str, str]]:
+    """Names and values for a small screen; problems come first."""
+    ledger, report = status.ledger, status.last_report
     dropped = ", ".join(f"{reason.value} {count}" for reason, count in ledger.dropped.items() if count) or "none"
-    rows = [
-        ("version", _version(status)),
+    rows = [*_problem_rows(status), ("version", _version(status))]
+    if status.rollback_to >= 0:
+        said = "the learner refused it, its log says why" if status.is_rollback_refused else "not done yet"
+        rows.append(("ordered", f"rollback to version {status.rollback_to}; {said}"))
+    progress = status.progress
+    if progress is not None and not (report and _is_done(progress.step, report, head=status.head_version)):
+        rows.append(("now", progress_words(progress, status.progress_age_s)))
+    if report is not None:
+        rows.append(("step", _step(report, newest_evaluated(reports), steps_wanted(status.facts))))
+        if report.sources:
+            rows.append(("sources", _sources(reports or (report,))))
+    return [
+        *rows,
+        ("queue", f"{ledger.pending} pending, {ledger.leased} leased"),
+        ("trained", amount(ledger.consumed, "group")),
+        ("dropped", dropped),
+        *_closed(status),
+        *([("ledger", "balanced")] if ledger.is_balanced else []),
+    ]
+
+
+def _is_done(step: int, newest: StepReport, *, head: int) -> bool:
+    """Whether a stated step is over; statements come with lease renewals.
+    A head newer than the last step is a rollback's, from which steps are repeated."""
+    return newest.version >= head and step <= newest.step
+
+
+def _detail_rows(status: RunStatus) -> list[tuple[str, str]]:
+    """Names and values that a small screen leaves out."""
+    report = status.last_report
+    rows = []
+    if report is not None:
+        rows.append(("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
+        rows += report_rows(report)
+    rows += [
+        *_prompts(status),
         ("learner", f"{status.learner or 'none'} (epoch {status.epoch})"),
         ("weights", _sizes(status.bytes_full, delta=status.delta_bytes, full=status.snapshot_bytes)),
         ("changed", f"{status.changed_fraction:.2%} of the elements"),
         ("encode", f"{status.encode_s:.3g} s" if status.encode_s else "-"),
         ("store", _store(status)),
-        ("queue", f"{ledger.pending} pending, {ledger.leased} leased"),
-        ("trained", amount(ledger.consumed, "group")),
-        ("dropped", dropped),
-        *_closed(status),
-        *_prompts(status),
-        *([("ledger", "balanced")] if ledger.is_balanced else []),
         ("uptime", f"{status.uptime_s:.0f} s" + (", draining" if status.is_draining else "")),
     ]
-    report = status.last_report
-    if report is not None:
-        rows.insert(1, ("step", _step(report, evaluated, steps_wanted(status.facts))))
-        if report.sources:
-            rows.insert(2, ("sources", _sources(report)))
-        rows.insert(2, ("staleness", f"{report.staleness_mean:.1f} mean, {report.staleness_max} max"))
-        rows[3:3] = report_rows(report)
-    if status.progress is not None:
-        rows.insert(1, ("now", progress_words(status.progress, status.progress_age_s)))
-    if status.rollback_to >= 0:
-        said = "the learner refused it, its log says why" if status.is_rollback_refused else "not done yet"
-        rows.insert(1, ("ordered", f"rollback to version {status.rollback_to}; {said}"))
     for form in status.variants:
         sizes = _sizes(form.full_bytes, delta=form.delta_bytes, full=form.snapshot_bytes)
         rows.append((f"variant {form.variant}", f"{sizes}, {form.changed_fraction:.2%} changed"))
-    return [*_problem_rows(status), *rows]
+    return rows
 
 
 def _problem_rows(status: RunStatus) -> list[tuple[str, str]]:
@@ -118,7 +140,7 @@ def _version(status: RunStatus) -> str:
 def _closed(status: RunStatus) -> list[tuple[str, str]]:
     closed = status.ledger.closed
     words = ", ".join(f"{reason.value} {count}" for reason, count in closed.items() if count)
-    return [("closed", f"{words} (assignments without a group; the coordinator's log names the prompts)")] * bool(words)
+    return [("closed", f"{words} (no group; see the coordinator's log)")] * bool(words)
 
 
 def _prompts(status: RunStatus) -> list[tuple[str, str]]:
@@ -143,12 +165,13 @@ def _step(report: StepReport, evaluated: StepReport | None, wanted: int) -> str:
     return f"{step_words(report.step, wanted)}: reward {report.reward_mean:.3f}, KL {report.kl:.3f}{scored}"
 
 
-def _sources(report: StepReport) -> str:
-    """Share of groups and mean reward, by source of a mixture."""
-    total = sum(source.num_groups for source in report.sources)
-    return ", ".join(
-        f"{source.label} {source.num_groups / total:.0%}, reward {source.reward_mean:.3f}" for source in report.sources
-    )
+def _sources(reports: Sequence[StepReport]) -> str:
+    """Share of groups and mean reward of each source, newest steps."""
+    newest = reports[-SOURCE_STEPS:]
+    found = mean_of_sources(newest)
+    total = sum(source.num_groups for source in found)
+    said = [f"{source.label} {source.num_groups / total:.0%}, reward {source.reward_mean:.3f}" for source in found]
+    return f"{'; '.join(said)} ({amount(len(newest), 'step')})"
 
 
 def _sizes(full_bytes: int, **payloads: int) -> str:
@@ -169,7 +192,7 @@ def _store(status: RunStatus) -> str:
 
 
 _WORK = ("site", "version", "behind", "accepted", "dropped", "tokens/s", "leased", "seen")
-_STATE = ("variant", "dirs", "canary", "failed", "refused", "apply", "quota")
+_STATE = ("variant", "state\ndirs", "canary", "failed", "refused", "apply", "quota")
 
 
 def site_tables(sites: Sequence[SiteStatus], *, head_version: int) -> tuple[Table, ...]:
@@ -210,7 +233,7 @@ def _state(site: Folded) -> tuple[str, ...]:
     status = site.newest
     return (
         status.variant or "-",
-        str(site.starts),
+        str(site.state_dirs),
         _canary(status),
         str(status.groups_failed),
         str(status.groups_refused),

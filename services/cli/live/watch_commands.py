@@ -43,14 +43,13 @@ def status(
     `heterorl certs issue operator me` makes that directory.
     """
     from heterorl.cli.live.run_tables import evaluation_tables, status_json, status_tables
-    from heterorl.report.figures import newest_evaluated
 
     answer, reports, evaluations = link.ask(_look)
     if json_:
         typer.echo(strict_json({**status_json(answer), "evaluations": evaluations}, indent=2))
     else:
         console = console_of()
-        console.print(*status_tables(answer, evaluated=newest_evaluated(reports)))
+        console.print(*status_tables(answer, reports=reports))
         console.print(*evaluation_tables(evaluations))
 
 
@@ -169,7 +168,7 @@ def frame(view: View, *, wall: float, is_unicode: bool = False) -> Group:
 
     from heterorl.cli.live.run_tables import evaluation_tables, status_tables
     from heterorl.cli.live.step_curves import series
-    from heterorl.report.figures import newest_evaluated, sparkline
+    from heterorl.report.figures import sparkline
 
     head = Text(f"{view.address}  {_time(wall)}  ")
     if view.unreachable_since is None:
@@ -179,19 +178,19 @@ def frame(view: View, *, wall: float, is_unicode: bool = False) -> Group:
         head.append(since + view.problem, style="bold red")
     if view.status is None:
         return Group(head, Text("no answer from the coordinator yet"))
-    evaluated = newest_evaluated(view.reports)
-    run, *sites = status_tables(view.status, evaluated=evaluated)
+    # What does not fit on the screen is cut off at its end: details, which change least.
+    run, work, *rest = status_tables(view.status, reports=view.reports)
     rates = _rates(view)
     if rates:
         run.add_row("rate", rates)
-    parts: list[Any] = [head, run, *sites]
+    parts: list[Any] = [head, run, work]
     if view.reports:
         curves = Table("of the steps", "newest", f"last {LINE}", title="training")
         for name, newest, values in series(view.reports):
             # Users name the parts of a reward, so markup is off.
             curves.add_row(Text(name), newest, sparkline(values[-LINE:], is_unicode=is_unicode))
         parts.append(curves)
-    return Group(*parts, *evaluation_tables(view.evaluations.values()))
+    return Group(*parts, *evaluation_tables(view.evaluations.values()), *rest)
 
 
 def _rates(view: View) -> str:
@@ -248,7 +247,7 @@ def top(
     if once:
         asyncio.run(watch(console.print))
         raise typer.Exit(int(view.unreachable_since is not None))
-    # Each picture begins at the top of the screen, problems first; lines that do not fit are left out, not scrolled.
+    # Each picture begins at the top of the screen; lines that do not fit are left out, not scrolled.
     with Live(console=console, screen=True, auto_refresh=False, vertical_overflow="crop") as live:
         try:
             asyncio.run(watch(lambda picture: live.update(picture, refresh=True)))

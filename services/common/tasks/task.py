@@ -142,6 +142,11 @@ def spans_of(task: Task) -> tuple[tuple[str, range], ...]:
     return getattr(task, "spans", None) or (("", range(getattr(task, "num_prompts", 1))),)
 
 
+def evaluation_source_of(task: Task, index: int) -> str:
+    """Label of a held-out prompt's source; empty where a task has one."""
+    return str(getattr(task, "evaluation_source_of", lambda _: "")(index))
+
+
 def knows_answers(task: object) -> bool:
     """Whether a task can tell that an answer is unreadable."""
     return hasattr(task, "answer_problem")

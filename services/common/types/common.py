@@ -8,7 +8,8 @@ import functools
 import json
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NewType, TypeVar
 
@@ -164,6 +165,23 @@ class StepReport:
     """KL a token of groups that the step's own version made, nats: the engines' mismatch. None without such a group."""
     published_time: float = 0.0
     """Publication of its version by the coordinator's clock, seconds since the epoch; 0: unknown."""
+
+
+SOURCE_STEPS = 50
+"""Newest steps that a source's share and reward are shown over: few groups of a step make them jump."""
+
+
+def mean_of_sources(reports: Iterable[StepReport]) -> tuple[SourceReport, ...]:
+    """Groups and mean reward of each source, by label."""
+    found = [source for report in reports for source in report.sources if source.num_groups]
+    groups, rewards = defaultdict[str, int](int), defaultdict[str, float](float)
+    for source in found:
+        groups[source.label] += source.num_groups
+        rewards[source.label] += source.num_groups * source.reward_mean
+    return tuple(
+        SourceReport(label=label, num_groups=groups[label], reward_mean=rewards[label] / groups[label])
+        for label in sorted(groups)
+    )
 
 
 MAX_REPORTED_PARTS = 32

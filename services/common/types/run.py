@@ -234,10 +234,10 @@ NEVER_S = -1.0
 
 @dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
 class Folded:
-    """A site's newest incarnation with the counts of all `starts` incarnations."""
+    """A site's newest incarnation with all counts; each state_dir is one."""
 
     newest: SiteStatus
-    starts: int
+    state_dirs: int
 
 
 def fold_incarnations(sites: Sequence[SiteStatus]) -> list[Folded]:
@@ -259,7 +259,7 @@ def fold_incarnations(sites: Sequence[SiteStatus]) -> list[Folded]:
             work_leased=sum(status.work_leased for status in own),
             work_away=sum(status.work_away for status in own),
         )
-        folded.append(Folded(newest=whole, starts=len(own)))
+        folded.append(Folded(newest=whole, state_dirs=len(own)))
     return folded
 
 

@@ -386,7 +386,7 @@ def test_status_is_shown_to_people_and_programs():
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(*status_tables(foreign))
     text = console.export_text()
-    assert [table.row_count for table in status_tables(status)] == [13, 1, 1]
+    assert [table.row_count for table in status_tables(status)] == [6, 1, 7, 1]
     assert all(name in text for name in ("[/r]", "[/l]", "[/s]", "4, unsigned"))
     assert all(part in text for part in ("delta 10 bytes (10.0x), full 80 bytes (1.2x)", "10.00%", "0.5 s", "0.125 s"))
     ordered = dataclasses.replace(status, rollback_to=2)
@@ -400,7 +400,7 @@ def test_status_is_shown_to_people_and_programs():
     )
     small = dataclasses.replace(site, variant="int8", last_seen_s=0.5)
     forms = dataclasses.replace(status, is_head_signed=True, variants=(form,), sites=(site, small))
-    assert [table.row_count for table in status_tables(forms)] == [14, 1, 1]
+    assert [table.row_count for table in status_tables(forms)] == [6, 1, 8, 1]
     console.print(*status_tables(forms))
     text = console.export_text(clear=False)
     assert "50 bytes; delta 5 bytes (10.0x), 1.50% changed" in text
@@ -454,6 +454,9 @@ def test_sites_are_readable_at_eighty_columns():
         for word in words:
             assert any(word in line for line in lines), word
     assert not any("\u2026" in line for line in lines)
+    # A sampler that is started again with its state_dir is no new one.
+    assert "dirs" in " ".join(lines)
+    assert "starts" not in " ".join(lines)
     # Each value stands under its heading.
     work, state = (line.split() for line in lines if "frankfurt-12" in line)
     assert work == ["frankfurt-12", "1234", "6", "123456", "17", "7276", "5", "0", "s", "ago"]
@@ -478,9 +481,9 @@ def test_one_row_a_site_whatever_it_was_started_how_often():
 
     us, eu = fold_incarnations([site, newest, older, never])
 
-    assert (us.newest.incarnation, us.newest.policy_version, us.starts) == ("new", 7, 3)
+    assert (us.newest.incarnation, us.newest.policy_version, us.state_dirs) == ("new", 7, 3)
     assert (us.newest.groups_accepted, us.newest.groups_dropped, us.newest.work_leased) == (9, 3, 6)
-    assert (eu.newest.site, eu.starts) == ("eu-1", 1)
+    assert (eu.newest.site, eu.state_dirs) == ("eu-1", 1)
     console = Console(width=200, record=True, file=io.StringIO())
     console.print(*site_tables([site, newest, older, never], head_version=8))
     text = console.export_text()
@@ -509,7 +512,7 @@ def test_run_without_a_version_says_what_is_waited_for():
     assert "none yet: the learner publishes version 0" in console.export_text()
     known = dataclasses.replace(status, head_version=3, last_report=REPORT)
     evaluated = dataclasses.replace(REPORT, version=2, evaluation_accuracy=0.25)
-    console.print(*status_tables(known, evaluated=evaluated))
+    console.print(*status_tables(known, reports=[evaluated]))
     assert "held-out reward 0.250 at version 2" in console.export_text()
     console.print(*status_tables(dataclasses.replace(known, facts={"steps wanted": "77"})))
     assert f"{REPORT.step} of 77: reward" in console.export_text()
@@ -533,6 +536,15 @@ def test_links_of_operators_are_told_what_to_change(command, tmp_path):
     assert "'coord.example' is not host:port" in problem("coord.example", "--credentials", str(tmp_path))
     assert "--credentials: is not set" in problem("127.0.0.1:1")
     assert f"cannot read {tmp_path}/ca.crt" in problem("127.0.0.1:1", "--credentials", str(tmp_path))
+
+
+@pytest.mark.parametrize("command", [("samples", "list"), ("view",)])
+def test_directory_of_a_stopped_run_is_no_address(command, tmp_path):
+    problem = str(invoke(*command, str(tmp_path), "--insecure").exception)
+
+    assert f"{tmp_path} is a directory" in problem
+    assert "`heterorl report DIR` reads a stopped run" in problem
+    assert "`heterorl samples export` before you stop it" in problem
 
 
 @pytest.mark.parametrize("command", ["status", "backup"])

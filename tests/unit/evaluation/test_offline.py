@@ -1,3 +1,4 @@
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -10,11 +11,12 @@ from heterorl.cli.models import _show
 from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, PromptRefused, PromptTooLong, RewardError
 from heterorl.common.evaluation.summary import summarize
 from heterorl.common.generation.inference_engine import Completion, Finished
-from heterorl.common.tasks.task import AnswerProblem, Prompt
-from heterorl.common.types.evaluation import EvaluationDraws
+from heterorl.common.tasks.task import AnswerProblem, Prompt, evaluation_source_of
+from heterorl.common.tasks.task_config import TaskConfig, build_task
+from heterorl.common.types.evaluation import EvaluationDraws, PromptResult, ScoredSample
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span
 from heterorl.common.wire.rollout_messages import results_from_pb
-from heterorl.evaluation.evaluate_sets import Row, evaluate_set, tables
+from heterorl.evaluation.evaluate_sets import Row, as_json, by_source, evaluate_set, tables
 from heterorl.evaluation.subject import Subject
 from heterorl.sampler.prompt_evaluator import SiteSet, blocks_of, seed_of
 from heterorl.v1 import evaluation_pb2
@@ -239,6 +241,38 @@ def test_a_table_at_80_columns_shows_each_number_whole(num_samples):
     printed = console.file.getvalue()
     assert "…" not in printed
     assert all(word in printed for word in ("avg@n", "unscored", "1234.5", f"{row.summary.average.low:.3f}"))
+
+
+def test_a_mixture_has_a_line_for_each_source():
+    """Their rewards may have different scales, so that one mean says little."""
+    sources = ({"label": "sums", "name": "arithmetic", "digits": 1}, {"label": "rows", "name": "progression"})
+    task = build_task(TaskConfig(name="mixture", sources=sources))
+    of = SiteSet(name="task", task=task, draws=draws(num_prompts=8, num_samples=1))
+    results = []
+    for index in range(8):
+        reward = 1.0 if evaluation_source_of(task, index) == "rows" else 0.25
+        samples = (ScoredSample(reward=reward, num_tokens=3, is_truncated=False),)
+        results.append(PromptResult(prompt_index=index, samples=samples))
+    row = Row(
+        subject="trained", version=-1, seconds=1234.5, results=tuple(results), set=of,
+        summary=summarize(results, num_samples=1), sources=by_source(of, results),
+    )  # fmt: skip
+    console = Console(width=80, file=io.StringIO(), markup=False)
+    console.print(*tables([row], width=80))
+
+    lines = [" ".join(line.split()) for line in console.file.getvalue().splitlines()]
+    assert [line.split(" [")[0] for line in lines if "0 [" in line or "5 [" in line] == [
+        "trained task 0.625", "- rows 1.000", "- sums 0.250"
+    ]  # fmt: skip
+    assert [line for line in lines if line.endswith("1 3 0 0") or "1234.5" in line] == [
+        "trained task 8 1 3 0 0 1234.5", "- rows 4 1 3 0 0", "- sums 4 1 3 0 0"
+    ]  # fmt: skip
+    (written,) = as_json([row], with_texts=False)["evaluations"]
+    assert {label: of_source["average"]["mean"] for label, of_source in written["sources"].items()} == {
+        "sums": 0.25, "rows": 1.0,
+    }  # fmt: skip
+    # A task of one source has no such lines.
+    assert by_source(dataclasses.replace(of, task=Echo()), results) == ()
 
 
 def test_a_full_disk_takes_the_file_and_not_what_is_shown(capsys):

@@ -18,7 +18,7 @@ import heterorl
 from heterorl.cli.main import app
 from heterorl.common.errors import CorruptStore, Draining, OperatorError, QuotaExceeded
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.types.common import CompletionNumbers, PartMean, StepTimes
+from heterorl.common.types.common import CompletionNumbers, PartMean, SourceReport, StepTimes
 from heterorl.common.types.run import changed_steps
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -145,7 +145,7 @@ def test_versions_are_counted_where_they_are_not_listed(tmp_path):
 def test_picture_of_many_sites_has_a_bar_for_each_large_one():
     """A bar for each of 800 sites took 46 s, and the picture was 70,000 pixels high."""
     sites = [
-        SiteTotals(site=f"site-{number}", engines=("hf",), accepted=number, dropped=1, incarnations=1)
+        SiteTotals(site=f"site-{number}", engines=("hf",), accepted=number, dropped=1, state_dirs=1)
         for number in range(800)
     ]
 
@@ -173,7 +173,11 @@ def test_curves_are_drawn_from_where_a_learner_states_them(tmp_path):
     times = StepTimes(
         period_s=2.0, waiting_s=0.5, examining_s=0.0, computing_s=1.0, evaluating_s=0.0, publishing_s=0.25
     )
-    stated = [dataclasses.replace(REPORT, step=n, version=n, completions=numbers, times=times) for n in (5, 6)]
+    sources = (SourceReport(label="$sums_", num_groups=1, reward_mean=0.5),)
+    stated = [
+        dataclasses.replace(REPORT, step=n, version=n, completions=numbers, times=times, sources=sources)
+        for n in (5, 6)
+    ]
     journal(tmp_path / "learner", extra=[dataclasses.asdict(report) for report in stated])
 
     page, pngs = render(read_run(tmp_path / "learner"))
@@ -181,6 +185,23 @@ def test_curves_are_drawn_from_where_a_learner_states_them(tmp_path):
     assert set(pngs) == {*figures.PICTURES, *figures.TITLES}
     assert all(f"<h2>{title}</h2>" in page for title in figures.TITLES.values())
     assert set(figures.TITLES) == set(figures.NOTES)
+
+
+def test_curve_of_a_source_is_the_mean_of_its_groups_in_the_newest_steps():
+    """Few groups of a step are of one source, and some steps have none."""
+    axes, reports = [], []
+    for step in range(1, 121):
+        rare = SourceReport(label="rare", num_groups=1, reward_mean=float(step > 60))
+        often = SourceReport(label="often", num_groups=3 if step % 2 else 1, reward_mean=1.0 if step % 2 else 0.0)
+        reports.append(dataclasses.replace(REPORT, step=step, sources=(often, rare) if step % 4 == 0 else (often,)))
+    draw = figures.curves(reports)["sources"]
+    figures.picture(lambda one: (draw(one), axes.append(one)))
+
+    lines = {line.get_label(): dict(zip(*line.get_data(), strict=True)) for line in axes[0].get_lines()}
+    often, rare = lines["often, 89%"], lines["rare, 11%"]
+    assert often[120] == often[50] == 0.75
+    assert (min(rare), rare[60], rare[120]) == (4, 0.0, 1.0)
+    assert 0.0 < rare[80] < 1.0
 
 
 def test_numbers_that_are_not_finite_leave_a_gap(tmp_path):
@@ -191,6 +212,20 @@ def test_numbers_that_are_not_finite_leave_a_gap(tmp_path):
     journal(tmp_path / "more", extra=[dataclasses.asdict(odd)])
 
     assert set(render(read_run(tmp_path / "more"))[1]) == set(alone) == set(figures.PICTURES)
+
+
+@pytest.mark.parametrize("name", ["kl", "iw_variance"])
+def test_logarithmic_axis_has_plain_numbers(name):
+    axes = []
+    values = [2e-7, 1e-5, 1e-5, 3e-5, 0.02, 3.0]
+    reports = [dataclasses.replace(REPORT, step=n, **{name: value}) for n, value in enumerate(values)]
+    draw = figures.drawings(reports, [], None)[name]
+    figures.picture(lambda one: (draw(one), axes.append(one)))
+
+    labels = [label.get_text() for label in axes[0].get_yticklabels(which="both") if label.get_text()]
+    assert axes[0].get_yscale() == "log"
+    assert {"1e-5", "0.001"} <= set(labels)
+    assert all(float(label) for label in labels)
 
 
 def test_a_later_row_of_a_step_replaces_an_earlier_one(tmp_path):

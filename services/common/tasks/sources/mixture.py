@@ -113,6 +113,9 @@ class MixtureTask:
     def source_of(self, index: int) -> str:
         return self.sources[self._number(index)].label
 
+    def evaluation_source_of(self, index: int) -> str:
+        return self.sources[int(self._held_out[index][0])].label
+
     @property
     def environments(self) -> tuple[Episodes, ...]:
         return tuple(each for task in self.tasks for each in environments_of(task))

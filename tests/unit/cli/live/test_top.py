@@ -15,6 +15,8 @@ from heterorl.common.errors import PermissionDenied, Unreachable
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.types.common import LearnerPhase, LearnerProgress, SourceReport, StepTimes
+from heterorl.common.types.rollout import DropReason, ReturnReason
 from heterorl.common.types.run import LedgerCounts, RunStatus, SiteStatus
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
@@ -105,14 +107,87 @@ async def test_first_lines_of_a_small_screen_show_the_problems():
     )  # fmt: skip
     sites = [dataclasses.replace(site, site=f"eu-{number}", problem="") for number in range(2, 12)]
     await poll(view, Scripted(dataclasses.replace(STATUS, sites=(site, *sites))), wall=1000.0, monotonic=0.0)
-    console = Console(width=80, height=24, file=io.StringIO(), record=True, markup=False)
+    console = Console(width=80, file=io.StringIO(), record=True, markup=False)
     console.print(frame(view, wall=1000.0))
 
     lines = console.export_text().splitlines()
     assert all(len(line) <= 80 for line in lines)
     text = "\n".join(lines[:24])
-    for part in ("run [/r]", "problem of", "the disk is full", "version ", "step "):
+    for part in ("run [/r]", "problem of", "the disk is full", "version ", "step ", "trained ", "sites: work", "eu-4"):
         assert part in text, part
+
+
+@pytest.mark.parametrize(("height", "width", "has_curves"), [(24, 80, False), (40, 100, True)])
+async def test_small_screen_shows_losses_ledger_and_sites_before_details(height, width, has_curves):
+    site = SiteStatus(
+        site="eu-1", incarnation="i", policy_version=3, state_root="", last_seen_s=2.0, groups_accepted=7,
+        groups_dropped=0, tokens_per_s=9.0, work_leased=1,
+    )  # fmt: skip
+    ledger = dataclasses.replace(
+        STATUS.ledger, acked=35, dropped={DropReason.STALE_AT_INGEST: 20, DropReason.SURPLUS: 9},
+        closed={ReturnReason.REWARD_FAILED: 44, ReturnReason.PROMPT_REFUSED: 3},
+    )  # fmt: skip
+    sources = tuple(SourceReport(label=f"data-{n}", num_groups=n, reward_mean=0.1) for n in (1, 2, 3))
+    times = StepTimes(
+        period_s=20.0, waiting_s=4.0, examining_s=0.0, computing_s=15.0, evaluating_s=0.05, publishing_s=0.5
+    )
+    last = dataclasses.replace(STATUS.last_report, sources=sources, times=times, evaluation_accuracy=0.5)
+    progress = LearnerProgress(
+        step=4, phase=LearnerPhase.COMPUTING, phase_s=61.0, micro_batches_done=6, micro_batches=40
+    )
+    sites = [dataclasses.replace(site, site=name) for name in ("eu-1", "us-1", "asia-1")]
+    status = dataclasses.replace(
+        STATUS,
+        sites=tuple(sites),
+        ledger=ledger,
+        last_report=last,
+        progress=progress,
+        delta_bytes=10,
+        snapshot_bytes=80,
+    )
+    view = View(address="c:1")
+    await poll(view, Scripted(status), wall=1000.0, monotonic=0.0)
+    await poll(view, Scripted(status), wall=1060.0, monotonic=60.0)
+    console = Console(width=width, file=io.StringIO(), record=True, markup=False)
+    console.print(frame(view, wall=1060.0))
+
+    text = "\n".join(console.export_text().splitlines()[:height])
+    for part in (
+        "now ", "step ", "data-3 50%", "trained 4 groups", "stale_at_ingest 20, surplus 9",
+        "reward_failed 44, prompt_refused 3", "ledger  balanced", "a minute", "sites: work", "eu-1", "us-1", "asia-1",
+    ):  # fmt: skip
+        assert part in text, part
+    assert ("sample size" in text) == has_curves
+
+
+def test_sources_are_means_over_the_newest_steps():
+    """A step of few groups has not each source, and none in its true share."""
+    steps = []
+    for step in range(1, 101):
+        often = SourceReport(label="often", num_groups=3, reward_mean=step / 100)
+        rare = SourceReport(label="rare", num_groups=1, reward_mean=0.25)
+        steps.append(dataclasses.replace(REPORT, step=step, sources=(often, rare) if step % 2 else (often,)))
+    status = dataclasses.replace(STATUS, last_report=steps[-1])
+
+    assert dict(status_rows(status, reports=steps))["sources"] == (
+        "often 86%, reward 0.755; rare 14%, reward 0.250 (50 steps)"
+    )
+    assert dict(status_rows(status))["sources"] == "often 100%, reward 1.000 (1 step)"
+
+
+@pytest.mark.parametrize(
+    ("step", "head", "is_shown"), [(4, 3, True), (3, 3, False), (2, 3, False), (2, 4, True)],
+    ids=["the next one", "published", "older", "after a rollback"],
+)  # fmt: skip
+def test_progress_of_a_step_that_is_done_is_not_called_now(step, head, is_shown):
+    progress = LearnerProgress(
+        step=step, phase=LearnerPhase.EXAMINING, phase_s=1.0, micro_batches_done=0, micro_batches=0
+    )
+    last = dataclasses.replace(REPORT, step=3, version=3)
+    status = dataclasses.replace(STATUS, progress=progress, head_version=head, last_report=last)
+
+    assert ("now" in dict(status_rows(status))) == is_shown
+    assert "now" in dict(status_rows(dataclasses.replace(status, last_report=None)))
 
 
 def test_problems_stand_before_all_else():

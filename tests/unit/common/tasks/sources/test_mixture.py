@@ -18,7 +18,7 @@ from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.rewards.worker_pool import NearLimit
 from heterorl.common.tasks.sources import mixture as mixture_module
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source, num_trained_on
-from heterorl.common.tasks.task import Doubts, source_of
+from heterorl.common.tasks.task import Doubts, evaluation_source_of, source_of
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.train.completion_stats import by_source
@@ -53,8 +53,11 @@ def test_each_prompt_is_scored_by_its_own_task():
         (part,) = task.score(prompt, prompt.answer)
         assert part.value == 1.0
         assert part.name == {"small": "correct", "long": "right_terms"}[source_of(task, index)]
-    held_out = task.evaluation_prompt(0)
-    assert task.score(held_out, held_out.answer)[0].value == 1.0
+    for index in range(task.num_evaluation_prompts):
+        held_out = task.evaluation_prompt(index)
+        (part,) = task.score(held_out, held_out.answer)
+        assert part.value == 1.0
+        assert part.name == {"small": "correct", "long": "right_terms"}[evaluation_source_of(task, index)]
 
 
 def test_source_that_holds_out_billions_fits_into_memory(monkeypatch):

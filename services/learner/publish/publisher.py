@@ -90,7 +90,6 @@ class Publisher:
     needs_checkpoint: bool = False
     """Whether no checkpoint leads to the head: the next version has one at any cadence."""
     _spare: Arena | None = None
-    _is_under_way: bool = False
 
     def __post_init__(self) -> None:
         make_directory(self.directory)
@@ -117,7 +116,6 @@ class Publisher:
     async def stage(self, backend: TrainBackend) -> Weights:
         """Round the masters into weights of their own; the shadow stays.
         They are sharded where all ranks make a version."""
-        assert not self._is_under_way, "the arena of an open publication is still read"
         shadow, maker = self.position.shadow, maker_of(backend, with_variants=self.variants is not None)
         if maker is not None:
             if isinstance(shadow, Arena):
@@ -125,10 +123,10 @@ class Publisher:
                 self.position = replace(self.position, shadow=shadow)
             return await in_thread(maker.stage)
         assert not isinstance(shadow, ShardedArena), "one process has all of the shadow"
-        if self._spare is None:
-            self._spare = Arena(self.layout)
-        await in_thread(backend.store, self._spare)
-        return self._spare
+        # Given away: an open publication still reads its own arena.
+        arena, self._spare = self._spare or Arena(self.layout), None
+        await in_thread(backend.store, arena)
+        return arena
 
     async def publish(
         self,
@@ -187,15 +185,7 @@ class Publisher:
             ParentNotHead, StaleEpoch: this learner must stop.
             DiskFull: there is no room for a payload or checkpoint; the upload has not begun.
         """
-        assert not self._is_under_way, "one publication at a time"
         assert draft.version == self.position.head_version + 1, "a draft is of the version after the head"
-        self._is_under_way = True
-        try:
-            await self._carry_out(draft, consumed, reports)
-        finally:
-            self._is_under_way = False
-
-    async def _carry_out(self, draft: Draft, consumed: Sequence[GroupId], reports: Sequence[StepReport]) -> None:
         encoded = draft.encoded
         with_snapshot = encoded is None and await self._is_snapshot_due()
         if encoded is None:

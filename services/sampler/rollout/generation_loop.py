@@ -62,10 +62,7 @@ class GenerationLoop:
         # Rings at events of groups in flight; the sampler's other loops need not wake for every completion.
         self.news = Bell()
         self._work = WorkClient(self.session)
-        self.swap = WeightSwap(
-            engine=self.engine, canary=self.canary, policy=self.policy, session=self.session,
-            on_quarantine=self._return_prefetched,
-        )  # fmt: skip
+        self.swap = WeightSwap(engine=self.engine, canary=self.canary, policy=self.policy, session=self.session)
         self.evaluation_requests = EvaluationRequests()
         self.is_swapping = False
         """Whether the engine is loading weights."""
@@ -216,7 +213,8 @@ class GenerationLoop:
 
     async def _take(self, pulled: PulledVersion) -> None:
         try:
-            await self.swap.take(pulled)
+            if await self.swap.take(pulled):
+                self._return_prefetched()
         finally:
             self.is_swapping = False
             self.collector.note_swapped()

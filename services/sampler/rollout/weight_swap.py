@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from rich.filesize import decimal
@@ -38,7 +38,6 @@ class WeightSwap:
     canary: Sequence[ScoredText]
     policy: WeightSync
     session: Session
-    on_quarantine: Callable[[], None]
 
     def __post_init__(self) -> None:
         own = self.session.registration
@@ -66,15 +65,17 @@ class WeightSwap:
     def wait_s(self) -> float | None:
         return self._next_at - self._clock.monotonic() if self.policy.take(self.version) is not None else None
 
-    async def take(self, pulled: PulledVersion) -> None:
-        """Load a version, then have the coordinator compare engine and learner."""
+    async def take(self, pulled: PulledVersion) -> bool:
+        """Load a version, then have the coordinator compare engine and learner.
+        Returns whether the site is in quarantine."""
         async with self.running:
-            is_loaded = await self._load(pulled)
-        if is_loaded:
-            await self._compare(pulled.version)
-            # Not before: an engine that loads and then fails would load in a loop.
-            if self.version == pulled.version:
-                self._backoff.reset()
+            if not await self._load(pulled):
+                return False
+        is_quarantined = await self._compare(pulled.version)
+        # Not before: an engine that loads and then fails would load in a loop.
+        if self.version == pulled.version:
+            self._backoff.reset()
+        return is_quarantined
 
     def note_failure(self, error: EngineError) -> None:
         metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()
@@ -120,16 +121,16 @@ class WeightSwap:
         )
         return True
 
-    async def _compare(self, version: int) -> None:
+    async def _compare(self, version: int) -> bool:
         if not self.canary:
-            return
+            return False
         try:
             scores = await asyncio.to_thread(self.engine.score, self.canary)
         except EngineError as error:
             self.note_failure(error)
-            return
+            return False
         if not scores:
-            return
+            return False
         own = self.session.registration
         logprobs = tuple(float(value) for score in scores for value in score)
         report = CanaryReport(site=own.site, incarnation=own.incarnation, version=version, logprobs=logprobs)
@@ -138,11 +139,11 @@ class WeightSwap:
         except RemoteError as error:
             # Most causes refuse a lease too; leased work is judged at its push.
             _LOG.info("version %d is not compared with the learner: %s", version, error)
-            return
+            return False
         if verdict.quarantine:
-            self.on_quarantine()
             _LOG.error(
                 "this site is in quarantine and gets no work: %s; a version that it scores right ends the quarantine,"
                 " or an operator: %s",
                 peer_words(verdict.quarantine), RELEASE,
             )  # fmt: skip
+        return bool(verdict.quarantine)

@@ -160,7 +160,7 @@ def cut_torn_line(path: Path) -> bytes:
 
 
 def journal_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a file of JSON lines, without an incomplete last line; none without file.
+    """Rows of JSON lines, without an incomplete last one; no file: none.
     Raises ValueError: a row is damaged."""
     if not path.is_file():
         return []

@@ -34,6 +34,7 @@ from heterorl.common.generation.tiny_model import write_tiny_model
 from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
+from heterorl.common.process.files import journal_rows
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.rpc.transport_options import BURST_S, BandwidthConfig
 from heterorl.common.types.common import Contract, SiteId, StepReport
@@ -54,7 +55,6 @@ from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.learner_app import join
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.learner_parts import assemble
-from heterorl.learner.publish.training_log import read_rows
 from tests.support.ports import free_port
 
 SITE, INCARNATION = SiteId("bench-1"), "b1946ac9"
@@ -142,7 +142,7 @@ async def run_learner(model_dir: Path, directory: Path, *, steps: int, bytes_per
             await asyncio.gather(learner.run(asyncio.Event()), fill(sites, parts.contract, steps * GROUPS))
     finally:
         stop([child])
-    versions = read_rows(config.state_dir / "versions.jsonl")[1:]
+    versions = journal_rows(config.state_dir / "versions.jsonl")[1:]
     return measured(backend.steps, client.commits[1:], [row["bytes"] for row in versions])
 
 

@@ -8,11 +8,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from heterorl.common.process.files import journal_rows
 from heterorl.common.process.threads import own_command
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.learner.export import read_published
 from heterorl.learner.publish.checkpoint_store import CheckpointStore
-from heterorl.report.past_run import journal_rows
 from heterorl_research.lab.statistics.intervals import interval
 from tests.support.cluster import Cluster
 

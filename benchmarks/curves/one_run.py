@@ -23,8 +23,10 @@ from typing import Any
 from benchmarks.curves.records import curve_of, held_out_of, versions_to_evaluate
 from benchmarks.curves.textarena_games import ALL_GAMES
 from heterorl.common.errors import HeterorlError
+from heterorl.common.process.files import journal_rows
 from heterorl.common.process.threads import own_command
 from heterorl.common.tasks.environments.episodes import EPISODES_A_PROCESS
+from heterorl.common.types.run import STEPS_FILE, VERSIONS_FILE
 from heterorl.demo.demo_config import (
     FULL,
     SITES,
@@ -35,7 +37,6 @@ from heterorl.demo.demo_config import (
     sampler_tables,
 )
 from heterorl.demo.processes import Child, start, stop_together, tail
-from heterorl.report.past_run import STEPS_FILE, VERSIONS_FILE, journal_rows
 
 NUM_HELD_OUT = 256
 """Held-out prompts of an evaluation, one episode each."""

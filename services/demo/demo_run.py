@@ -21,6 +21,7 @@ from rich.console import Console
 
 from heterorl.common.errors import HeterorlError, RemoteError
 from heterorl.common.identity.tls import TlsConfig
+from heterorl.common.process.files import journal_rows
 from heterorl.common.rpc.calls import RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.types.common import StepReport, value_of_row
@@ -42,7 +43,6 @@ from heterorl.demo.demo_config import (
 from heterorl.demo.demo_results import Ending, broken_promises, measure, verdict, write_report
 from heterorl.demo.processes import Child, start, stop_together, undisturbed
 from heterorl.report.figures import newest_evaluated
-from heterorl.report.past_run import journal_rows
 from heterorl.sampler.trust_record import record_name
 
 REFRESH_S = 0.5

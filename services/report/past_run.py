@@ -14,9 +14,19 @@ from typing import Any
 
 from heterorl.common.api import OperatorApi, every_evaluation, every_step
 from heterorl.common.errors import CorruptStore, OperatorError
+from heterorl.common.process.files import journal_rows
 from heterorl.common.types.common import StepReport, value_of_row
 from heterorl.common.types.evaluation import Evaluation
-from heterorl.common.types.run import LedgerCounts, facts_of, fold_incarnations, with_changes
+from heterorl.common.types.run import (
+    EVALUATIONS_FILE,
+    RUN_FILE,
+    STEPS_FILE,
+    VERSIONS_FILE,
+    LedgerCounts,
+    facts_of,
+    fold_incarnations,
+    with_changes,
+)
 from heterorl.coordinator.evaluation_jobs import listed
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.offline.history import BACKUPS, STORE_FILE, is_in_use, open_store
@@ -61,8 +71,6 @@ class PastRun:
     """Evaluations by samplers, by version and set."""
 
 
-STEPS_FILE, VERSIONS_FILE, EVALUATIONS_FILE, RUN_FILE = "steps.jsonl", "versions.jsonl", "evaluations.jsonl", "run.json"
-"""Names of the learner's files; the learner's own module would import torch."""
 _ALL = 1 << 40
 DEPTH = 4
 """Levels of directories searched below the named one."""
@@ -203,14 +211,6 @@ def _newest(reports: Sequence[StepReport]) -> tuple[StepReport, ...]:
     found = {(report.step, report.is_applied): report for report in reports}
     _, last = max(((one.version, one.step) for one in found.values() if one.is_applied), default=(0, 0))
     return tuple(found[key] for key in sorted(found) if found[key].step <= last or not found[key].is_applied)
-
-
-def journal_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of a journal, without an incomplete last line; none without file."""
-    if not path.is_file():
-        return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None) -> PastRun:

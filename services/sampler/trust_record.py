@@ -18,7 +18,6 @@ new version covers that statement.
 from __future__ import annotations
 
 import dataclasses
-import errno
 import itertools
 import json
 import logging
@@ -31,7 +30,7 @@ from typing import Any
 
 from heterorl.common.errors import CorruptStore, DiskFull, OperatorError, UnknownVersion, UnprovenDescent
 from heterorl.common.identity.signing import UNSIGNED
-from heterorl.common.process.files import make_directory, replacing, room, sync_directory
+from heterorl.common.process.files import cut_torn_line, make_directory, replacing, room, sync_directory, write_all
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, Manifest
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
@@ -123,8 +122,7 @@ class TrustRecord:
             before = file.tell()
             try:
                 with room(self.path.parent):
-                    if file.write(row) != len(row):
-                        raise OSError(errno.ENOSPC, "short write")
+                    write_all(file, row)
                     os.fsync(file.fileno())
             except (OSError, DiskFull):
                 file.truncate(before)
@@ -136,17 +134,13 @@ class TrustRecord:
         self.highest_version = max(self.highest_version, seen.version)
 
     def _read(self) -> None:
-        data = self.path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        for number, line in enumerate(data[:whole].splitlines(), start=1):
+        for number, line in enumerate(cut_torn_line(self.path).splitlines(), start=1):
             try:
                 seen = _parse(json.loads(line))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
                 action = "move it away; versions seen before are then not recognised"
                 raise CorruptStore(f"{self.path}, line {number}: {error}", action=action) from error
             self._add(seen)
-        if whole != len(data):
-            os.truncate(self.path, whole)
 
 
 def _row(seen: SeenVersion) -> bytes:

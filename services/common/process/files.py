@@ -9,6 +9,7 @@ so a process without descriptors fails before the first change.
 import contextlib
 import errno
 import fcntl
+import json
 import logging
 import os
 import re
@@ -16,7 +17,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, Any, BinaryIO
 
 from heterorl.common.errors import ConfigError, DiskFull
 
@@ -147,6 +148,24 @@ def write_all(file: BinaryIO, data: bytes) -> None:
     view = memoryview(data)
     while view:
         view = view[file.write(view) :]
+
+
+def cut_torn_line(path: Path) -> bytes:
+    """Cut off a last line without its end; returns the others."""
+    data = path.read_bytes()
+    whole = data[: data.rfind(b"\n") + 1]
+    if len(whole) != len(data):
+        os.truncate(path, len(whole))
+    return whole
+
+
+def journal_rows(path: Path) -> list[dict[str, Any]]:
+    """Rows of JSON lines, without an incomplete last one; none without file.
+    Raises ValueError: a row is damaged."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 def try_lock(file: IO[bytes] | IO[str]) -> bool:

@@ -13,6 +13,9 @@ from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.common import Contract, LearnerProgress, SiteId, StepReport
 from heterorl.common.types.rollout import DropReason, ReturnReason
 
+STEPS_FILE, VERSIONS_FILE, EVALUATIONS_FILE, RUN_FILE = "steps.jsonl", "versions.jsonl", "evaluations.jsonl", "run.json"
+"""Files of a learner's state_dir."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LedgerCounts:

@@ -16,14 +16,12 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from heterorl.common.process.files import make_directory
+from heterorl.common.process.files import cut_torn_line, make_directory
 from heterorl.common.types.common import StepReport, strict_json
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind
+from heterorl.common.types.run import EVALUATIONS_FILE, STEPS_FILE, VERSIONS_FILE
 
 _LOG = logging.getLogger(__name__)
-VERSIONS_FILE = "versions.jsonl"
-STEPS_FILE = "steps.jsonl"
-EVALUATIONS_FILE = "evaluations.jsonl"
 
 
 class TrainingLog:
@@ -33,11 +31,16 @@ class TrainingLog:
         self._directory = directory
         make_directory(directory)
         for name in (VERSIONS_FILE, STEPS_FILE, EVALUATIONS_FILE):
-            _cut_torn_line(directory / name)
-        self.last_version: int = max(
-            (row.get("version", NO_VERSION) for row in read_rows(directory / VERSIONS_FILE)), default=NO_VERSION
-        )
-        """Newest version that has a row; -1 for none."""
+            if (directory / name).exists():
+                cut_torn_line(directory / name)
+        path = directory / VERSIONS_FILE
+        lines = path.read_bytes().splitlines() if path.exists() else []
+        self.last_version = NO_VERSION
+        """Version of the last row; -1 for none or a damaged one."""
+        try:
+            self.last_version = int(json.loads(lines[-1])["version"]) if lines else NO_VERSION
+        except (ValueError, TypeError, KeyError):
+            _LOG.warning("training log %s has a damaged line, no weights depend on it: %.40r", path, lines[-1])
 
     def note_version(
         self,
@@ -77,31 +80,4 @@ class TrainingLog:
             # The version is committed: an end would cost it where its checkpoint is not due.
             _LOG.warning("training log %s loses rows, no weights depend on it: %s", path, error)
             with contextlib.suppress(OSError):
-                _cut_torn_line(path)
-
-
-def read_rows(path: Path) -> list[dict[str, int]]:
-    """Rows of a file; none when there is no file."""
-    if not path.exists():
-        return []
-    rows = []
-    for line in path.read_text(encoding="ascii", errors="replace").splitlines():
-        try:
-            row = json.loads(line)
-        except ValueError:
-            # A damaged row is dropped; no weights depend on it.
-            row = None
-        if isinstance(row, dict):
-            rows.append(row)
-        else:
-            _LOG.warning("training log %s loses a damaged line, no weights depend on it: %.40r", path, line)
-    return rows
-
-
-def _cut_torn_line(path: Path) -> None:
-    if path.exists():
-        data = path.read_bytes()
-        whole = data.rfind(b"\n") + 1
-        if whole != len(data):
-            with path.open("r+b") as file:
-                file.truncate(whole)
+                cut_torn_line(path)

@@ -29,7 +29,7 @@ from heterorl.common.process.clock import Clock
 from heterorl.common.process.config_file import flatten
 from heterorl.common.process.files import make_directory, replacing, room, try_lock, usable
 from heterorl.common.types.policy import LeaseGrant
-from heterorl.common.types.run import facts_of
+from heterorl.common.types.run import RUN_FILE, facts_of
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.step_metrics import StepTimer
 
@@ -144,9 +144,6 @@ async def renew(
         renewed = await backoff.retry(lambda: api.renew_lease(epoch=epoch, progress=progress.now))
         ttl_s = renewed.ttl_s
         await on_grant(renewed)
-
-
-RUN_FILE = "run.json"
 
 
 def write_run_file(config: LearnerConfig) -> None:

@@ -159,7 +159,7 @@ async def test_row_that_a_disk_has_damaged_does_not_keep_the_learner_from_starti
     config = learner_config(tmp_path, max_steps=1)
     await fill_and_learn(core, config)
     path = config.state_dir / "versions.jsonl"
-    path.write_bytes(b"\0\xff\0\n7\n" + path.read_bytes())
+    path.write_bytes(b"\0\xff\0\n7\n" + path.read_bytes() + b"7\n")
 
     assert (await learn(config, core)).version == 1
     assert TrainingLog(config.state_dir).last_version == 1

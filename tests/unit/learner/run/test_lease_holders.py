@@ -8,8 +8,8 @@ import threading
 import pytest
 
 from heterorl.common.errors import ConfigError, LeaseHeld
-from heterorl.common.types.run import changed_steps
-from heterorl.learner.run.state_directory import RUN_FILE, read_incarnation
+from heterorl.common.types.run import RUN_FILE, changed_steps
+from heterorl.learner.run.state_directory import read_incarnation
 from tests.support.learner_world import (
     FragileApi,
     Killed,

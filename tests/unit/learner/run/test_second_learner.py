@@ -7,8 +7,9 @@ import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.notify import Notifier, Process, Watch
+from heterorl.common.types.run import RUN_FILE
 from heterorl.learner import learner_app
-from heterorl.learner.run.state_directory import RUN_FILE, hold_directory, write_run_file
+from heterorl.learner.run.state_directory import hold_directory, write_run_file
 from heterorl.learner.run.training_run import TrainingRun
 from tests.support.clock import ManualClock
 from tests.support.learner_world import learner_config

@@ -14,6 +14,7 @@ from heterorl.common.types.common import Contract, SiteId
 from heterorl.common.types.evaluation import EvaluationSet
 from heterorl.common.types.policy import stated_version
 from heterorl.common.types.rollout import (
+    MAX_ASSIGNMENTS,
     DropReason,
     Group,
     GroupId,
@@ -35,7 +36,7 @@ from heterorl.coordinator.groups.schedule import decide_grant
 from heterorl.coordinator.sites import quarantine, quotas
 from heterorl.coordinator.sites.sites import Holder, declared
 from heterorl.coordinator.store import tallies
-from heterorl.coordinator.store.database import Connection, get_meta
+from heterorl.coordinator.store.database import MAX_REQUEST_ID, Connection, get_meta
 from heterorl.coordinator.versions import lineage
 from heterorl.coordinator.versions.chain import Chain
 
@@ -43,12 +44,9 @@ _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5
 LEASE_BATCH = 128
 """Groups of one lease. Each waits behind the calls of all sites, so a small batch would limit the learner."""
-MAX_REQUEST_ID = 64
 ABANDONED_AS = (DropReason.LEARNER_ABANDONED, DropReason.UNIFORM, DropReason.STALE_AT_COMMIT)
 _MADE = (DropReason.STALE_AT_INGEST, DropReason.LOST_MEMBERS)
 """Drops whose groups still count for the duration of a group."""
-MAX_ASSIGNMENTS = 4096
-"""Assignments in one call: each is a statement on the store's thread."""
 
 
 class RolloutColumn:

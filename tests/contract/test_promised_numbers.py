@@ -25,9 +25,9 @@ from heterorl.common.tasks.rewards import answer_match, http_reward, math_expres
 from heterorl.common.tasks.rewards.sandbox import gym_reward
 from heterorl.common.text import conversation
 from heterorl.common.types.common import MAX_ASKED_S
-from heterorl.common.types.rollout import MAX_PART_VALUE, MAX_REWARD
+from heterorl.common.types.rollout import MAX_ASSIGNMENTS, MAX_PART_VALUE, MAX_REWARD
 from heterorl.common.types.sample import MAX_ANSWER, SampleKind
-from heterorl.coordinator import rollout_column, sample_ring
+from heterorl.coordinator import sample_ring
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import work_assignments
 from heterorl.coordinator.payloads import storage_setup
@@ -188,7 +188,7 @@ PROMISES = [
     ),
     ("ARCHITECTURE.md", f"`max_concurrent_rpcs` ({COORDINATOR.max_concurrent_rpcs}, or what descriptors allow)"),
     ("ARCHITECTURE.md", f"{bounds.DEFAULT.count} entries, {bounds.DEFAULT.length} printable characters"),
-    ("ARCHITECTURE.md", f"an equal share less its debts; {rollout_column.MAX_ASSIGNMENTS} a call"),
+    ("ARCHITECTURE.md", f"an equal share less its debts; {MAX_ASSIGNMENTS} a call"),
     ("docs/environments.md", f"`shares_process = True` | up to {episodes.EPISODES_A_PROCESS} episodes in one process"),
     ("docs/evaluation.md", f"postpone newer weights by at most {SAMPLER.evaluation_hold_s:g} s (`evaluation_hold_s`)"),
     ("docs/evaluation.md", f"at most `evaluation_share` ({SAMPLER.evaluation_share:g}) of the rows"),

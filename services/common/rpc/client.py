@@ -17,6 +17,7 @@ from heterorl.common.types.common import Digest, Series, SiteId, StepReport, pee
 from heterorl.common.types.evaluation import MAX_TEXT, Evaluation, EvaluationSet, PromptResult, cut_texts
 from heterorl.common.types.policy import LeaseGrant, PublishRequest
 from heterorl.common.types.rollout import (
+    MAX_ASSIGNMENTS,
     DropReason,
     Group,
     GroupId,
@@ -53,8 +54,6 @@ from heterorl.v1 import evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, ru
 
 PUSH_TIMEOUT_S = 120.0
 """Deadline of a push of evaluations; one of groups has the time of its bytes on top."""
-ASSIGNMENTS_AT_ONCE = 4096
-"""The coordinator's limit of one call."""
 MIN_UP_BYTES_PER_S = 4096.0
 """Slowest link whose pushes meet their deadline; pings notice a dead link in seconds."""
 _METRICS: Mapping[Service, Any] = {
@@ -154,8 +153,8 @@ class CoordinatorClient(WeightCalls):
     async def abandon_work(
         self, *, site: SiteId, incarnation: str, assignments: Sequence[int], reason: ReturnReason | None = None
     ) -> None:
-        for first in range(0, len(assignments), ASSIGNMENTS_AT_ONCE):
-            some = list(assignments[first : first + ASSIGNMENTS_AT_ONCE])
+        for first in range(0, len(assignments), MAX_ASSIGNMENTS):
+            some = list(assignments[first : first + MAX_ASSIGNMENTS])
             await self._call("AbandonWork", site=site, incarnation=incarnation, assignments=some, reason=reason)
 
     async def push_groups(self, groups: Sequence[Group | SealedGroup]) -> list[PushOutcome]:

@@ -202,6 +202,10 @@ class SealedGroup:
     trace: str = ""
 
 
+MAX_ASSIGNMENTS = 4096
+"""Assignments in one call: each is a statement on the coordinator's store thread."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkAssignment:
     """One prompt group to generate, or a held-out prompt to evaluate.

@@ -19,12 +19,10 @@ from heterorl.common.process.backoff import Backoff, is_transient, log_level
 from heterorl.common.process.clock import Bell, ring_or_time
 from heterorl.common.types.common import peer_seconds, peer_words
 from heterorl.common.types.evaluation import EvaluationSet
-from heterorl.common.types.rollout import ReturnReason, WorkAssignment, WorkGrant
+from heterorl.common.types.rollout import MAX_ASSIGNMENTS, ReturnReason, WorkAssignment, WorkGrant
 from heterorl.sampler.site_session import Session
 
 _LOG = logging.getLogger(__name__)
-MAX_ASKED = 4096
-"""Assignments in one call."""
 FULL_ENOUGH = 0.75
 SHORT_ASK_S = 1.0
 """Wait after an answer with fewer assignments than asked."""
@@ -56,7 +54,7 @@ class WorkClient:
         """
         own = self.session.registration
         # Repeated unchanged after a lost answer.
-        self._asked = self._asked or min(count, MAX_ASKED)
+        self._asked = self._asked or min(count, MAX_ASSIGNMENTS)
         try:
             grant = await self.session.api.lease_work(
                 site=own.site,

@@ -5,12 +5,11 @@ import json
 import pytest
 
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import DropReason, PushStatus, ReturnReason
+from heterorl.common.types.rollout import MAX_ASSIGNMENTS, DropReason, PushStatus, ReturnReason
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
 from heterorl.coordinator.groups.work_assignments import MAX_IN_ROW, MAX_RETURNS, is_hopeless
-from heterorl.coordinator.rollout_column import MAX_ASSIGNMENTS
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, credits_of
 

@@ -186,15 +186,13 @@ async def _ask(config: SamplerConfig, clock: Clock) -> Statement:
     backoff = Backoff(clock=clock, rng=random.Random())
     client = DiagnosisClient(config.coordinator, tls=config.tls, clock=clock, bandwidth=config.bandwidth)
     try:
-        has_said = False
-        while True:
-            diagnosis = await backoff.retry(client.diagnose)
-            if statement := statement_of(diagnosis):
-                return statement
-            if not has_said:
-                _LOG.info("the sampler waits until the learner of run %s states its settings", diagnosis.run_id)
-            has_said = True
+        diagnosis = await backoff.retry(client.diagnose)
+        if not statement_of(diagnosis):
+            _LOG.info("the sampler waits until the learner of run %s states its settings", diagnosis.run_id)
+        while not (statement := statement_of(diagnosis)):
             await clock.sleep(ASK_AGAIN_S)
+            diagnosis = await backoff.retry(client.diagnose)
+        return statement
     finally:
         await client.close()
 

@@ -128,16 +128,12 @@ class GenerationLoop:
         except DiskFull as error:
             _LOG.warning("the drain waits for the delays of groups: %s", error)
         self.bell.ring()
-        is_said = False
-        while True:
-            ticket = self.bell.ticket()
-            level = self.outbox.level()
-            if not level.num_groups:
-                return
-            if not is_said:
-                _LOG.info("the drain waits until %d groups are delivered", level.num_groups)
-                is_said = True
+        ticket, num_groups = self.bell.ticket(), self.outbox.level().num_groups
+        if num_groups:
+            _LOG.info("the drain waits until %d groups are delivered", num_groups)
+        while num_groups:
             await ticket.wait()
+            ticket, num_groups = self.bell.ticket(), self.outbox.level().num_groups
 
     async def _resume(self, tasks: asyncio.TaskGroup) -> None:
         left, self._journal.left = self._journal.left, ()

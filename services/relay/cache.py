@@ -19,7 +19,7 @@ from collections.abc import Container
 from pathlib import Path
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.process.files import make_directory, sync_directory, try_lock, usable
+from heterorl.common.process.files import make_directory, sync_directory, sync_file, try_lock, usable
 from heterorl.common.process.metrics import RELAY_CACHE_BYTES
 from heterorl.common.types.common import Digest, file_name, is_digest
 
@@ -120,13 +120,11 @@ class CacheDirectory:
     def move(self, digest: Digest) -> int:
         """Move an arrived payload's file to the payloads, durably; returns its size.
         `adopt` follows. Raises OSError: the disk refused."""
-        source = self.incoming / file_name(digest)
-        with source.open("rb") as file:
-            os.fsync(file.fileno())
-            size = os.fstat(file.fileno()).st_size
-        source.replace(self._payloads / file_name(digest))
+        source, target = self.incoming / file_name(digest), self._payloads / file_name(digest)
+        sync_file(source)
+        source.replace(target)
         sync_directory(self._payloads)
-        return size
+        return target.stat().st_size
 
     def adopt(self, digest: Digest, num_bytes: int) -> None:
         self._arriving.pop(digest, None)

@@ -160,7 +160,7 @@ def cut_torn_line(path: Path) -> bytes:
 
 
 def journal_rows(path: Path) -> list[dict[str, Any]]:
-    """Rows of JSON lines, without an incomplete last one; no file: none.
+    """Rows of JSON lines, without an incomplete last one; none without file.
     Raises ValueError: a row is damaged."""
     if not path.is_file():
         return []

@@ -27,7 +27,7 @@ from heterorl.common.types.rollout import (
     WorkAssignment,
     WorkGrant,
 )
-from heterorl.common.wire.rollout_messages import opened
+from heterorl.common.wire.rollout_messages import leased_to_pb, queued_from_pb
 from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.groups import horizon, queue, work_assignments
 from heterorl.coordinator.groups.intake import Arrival, IngestContext, arrival_of, take_all
@@ -196,7 +196,7 @@ class RolloutColumn:
     ) -> AsyncIterator[QueuedGroup]:
         async with contextlib.aclosing(self.stream_sealed(epoch=epoch, held=held, credits=credits)) as stream:
             async for leased in stream:
-                yield opened(leased)
+                yield queued_from_pb(leased_to_pb(leased))
 
     async def stream_sealed(
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]

@@ -271,7 +271,7 @@ def _is_equal(backend: Any, publisher: Any, directory: Path) -> bool:
     import dataclasses
 
     from heterorl.common.weights.arena import Arena
-    from heterorl.learner.backends.train_backend import maker_of, whole_of
+    from heterorl.learner.backends.train_backend import maker_of
     from heterorl.learner.publish.version_payloads import encode_version
     from tests.support.training import random_groups
 
@@ -280,7 +280,7 @@ def _is_equal(backend: Any, publisher: Any, directory: Path) -> bool:
     maker = maker_of(backend, with_variants=False)
     arena = Arena(backend.layout)
     backend.store(arena)
-    alone_from = dataclasses.replace(position, shadow=whole_of(position.shadow))
+    alone_from = dataclasses.replace(position, shadow=position.shadow.whole())
     cases: list[tuple[str, Any, Any]] = [("alone", alone_from, arena)]
     if maker is not None:
         cases.append(("together", position, maker.stage()))

@@ -28,10 +28,10 @@ from heterorl.common.types.rollout import (
     WorkAssignment,
     WorkGrant,
 )
-from heterorl.common.wire.rollout_messages import opened
+from heterorl.common.wire.rollout_messages import leased_to_pb, queued_from_pb
 from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.groups import horizon, queue, work_assignments
-from heterorl.coordinator.groups.intake import Arrival, arrival_of
+from heterorl.coordinator.groups.intake import Arrival, IngestContext, arrival_of, take_all
 from heterorl.coordinator.groups.schedule import decide_grant
 from heterorl.coordinator.sites import quarantine, quotas
 from heterorl.coordinator.sites.sites import Holder, declared
@@ -164,6 +164,7 @@ class RolloutColumn:
     async def take_groups(self, groups: Sequence[Group | SealedGroup | Arrival]) -> list[PushOutcome]:
         """Take groups in; unreadable ones are recorded as invalid."""
         self._context.disk.check()
+        config, waiting = self._context.config, self._context.queue
         now, instant = self._context.clock.wall(), self._context.clock.monotonic()
 
         def operation(connection: Connection) -> tuple[list[Arrival], list[PushOutcome]]:
@@ -172,8 +173,11 @@ class RolloutColumn:
             contract = lineage.read_contract(connection)
             assert contract is not None, "a site registers only after the contract is stated"
             head = stated_version(lineage.head_version(connection))
-            arrived = [arrival_of(group, contract, self._context.config) for group in groups]
-            return arrived, self._context.queue.ingest(connection, arrived, head=head, now=now, instant=instant)
+            arrived = [arrival_of(group, contract, config) for group in groups]
+            facts = IngestContext(
+                config=config, quotas=waiting.quotas, ring=waiting.ring, head=head, now=now, instant=instant
+            )
+            return arrived, take_all(connection, arrived, facts)
 
         arrived, outcomes = await self._context.change(operation)
         for group in groups:
@@ -191,7 +195,7 @@ class RolloutColumn:
     ) -> AsyncIterator[QueuedGroup]:
         async with contextlib.aclosing(self.stream_sealed(epoch=epoch, held=held, credits=credits)) as stream:
             async for leased in stream:
-                yield opened(leased)
+                yield queued_from_pb(leased_to_pb(leased))
 
     async def stream_sealed(
         self, *, epoch: int, held: Sequence[GroupId], credits: AsyncIterator[int]

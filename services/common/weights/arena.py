@@ -146,6 +146,10 @@ class Arena:
         chunk = self.layout.chunks[index]
         return self._arrays[chunk.width][chunk.start : chunk.stop]
 
+    def whole(self) -> Arena:
+        """This arena; weights that are sharded gather theirs."""
+        return self
+
     def copy(self) -> Arena:
         other = Arena(self.layout)
         for width, array in self._arrays.items():

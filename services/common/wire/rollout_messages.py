@@ -53,18 +53,6 @@ def queued_from_pb(message: rollout_pb2.StreamGroupsResponse) -> QueuedGroup:
     return to_value(QueuedGroup, message, group=open_group(read_sealed(message.group)), source="")
 
 
-def opened(value: LeasedGroup) -> QueuedGroup:
-    """The learner's form of a leased group, without a wire."""
-    return QueuedGroup(
-        group=open_group(value.sealed),
-        policy_age_s=value.policy_age_s,
-        queue_age_s=value.queue_age_s,
-        seed=value.seed,
-        variant=value.variant,
-        wants_note=value.wants_note,
-    )
-
-
 def pushes_to_pb(
     groups: Sequence[SealedGroup], *, limit_bytes: int, limit_groups: int = 1
 ) -> list[rollout_pb2.PushGroupsRequest]:

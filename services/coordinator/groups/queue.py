@@ -23,13 +23,12 @@ from typing import Any, Literal
 
 from heterorl.common.errors import MalformedPayload
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import DropReason, GroupId, LeasedGroup, PushOutcome, SealedGroup
+from heterorl.common.types.rollout import DropReason, GroupId, LeasedGroup, SealedGroup
 from heterorl.common.types.sample import SampleKind, kind_of
 from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.common.wire.sealed_groups import read_sealed
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import horizon, ledger, schedule, work_assignments
-from heterorl.coordinator.groups.intake import Arrival, IngestContext, take_all
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import quarantine
@@ -135,14 +134,6 @@ class Queue:
             order=config.lease_order, share=config.site_batch_share, window=config.groups_per_version
         )
         return cls(config=config, quotas=Quotas(config), site_order=site_order, ring=ring)
-
-    def ingest(
-        self, connection: Connection, groups: Sequence[Arrival], *, head: int, now: float, instant: float
-    ) -> list[PushOutcome]:
-        context = IngestContext(
-            config=self.config, quotas=self.quotas, ring=self.ring, head=head, now=now, instant=instant
-        )
-        return take_all(connection, groups, context)
 
     def lease(self, connection: Connection, *, count: int, head: int, now: float) -> list[LeasedGroup]:
         """Lease up to `count` groups in order, fewer if they are large.

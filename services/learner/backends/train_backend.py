@@ -82,12 +82,6 @@ def maker_of(backend: TrainBackend, *, with_variants: bool) -> VersionEngine | N
     return backend.versions
 
 
-def whole_of(weights: Weights) -> Arena:
-    """All weights in this process.
-    Sharded ones are gathered into a copy, while no step computes."""
-    return weights if isinstance(weights, Arena) else weights.whole()
-
-
 def write_snapshot(path: Path, weights: Weights, *, threads: int = 1) -> PayloadInfo:
     """As `payload.write_snapshot`; the file does not depend on where the weights are."""
     if isinstance(weights, Arena):
@@ -98,7 +92,7 @@ def write_snapshot(path: Path, weights: Weights, *, threads: int = 1) -> Payload
 def write_delta(path: Path, old: Weights, new: Weights, *, threads: int = 1) -> PayloadInfo:
     """As `payload.write_delta`; the file does not depend on where the weights are."""
     if isinstance(new, Arena) or isinstance(old, Arena):
-        return payload.write_delta(path, whole_of(old), whole_of(new), threads=threads)
+        return payload.write_delta(path, old.whole(), new.whole(), threads=threads)
     return _write(path, old, new, threads=threads)
 
 

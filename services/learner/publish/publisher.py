@@ -34,7 +34,7 @@ from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy_messages import manifest_digest
 from heterorl.learner.backends.ranks.sharded_weights import ShardedArena
-from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of, whole_of
+from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of
 from heterorl.learner.checks.replay import Canary
 from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor, UnfinishedCheckpoint, cursor_of
 from heterorl.learner.publish.quantised_variants import EncodedVariant, QuantisedVariant, Variants
@@ -111,7 +111,7 @@ class Publisher:
         if shadow is None or not (why or await self.is_head_lost()):
             return
         _LOG.info("version %d repeats the head, %s", self.position.head_version + 1, why or "as a snapshot")
-        await self.publish((await in_thread(whole_of, shadow)).copy(), step=step, saved_by=saved_by, is_last=True)
+        await self.publish((await in_thread(shadow.whole)).copy(), step=step, saved_by=saved_by, is_last=True)
 
     async def stage(self, backend: TrainBackend) -> Weights:
         """Round the masters into weights of their own; the shadow stays.
@@ -156,14 +156,14 @@ class Publisher:
         forms: tuple[QuantisedVariant, ...] = ()
         if self.variants is not None:
             await self.variants.align(position)
-            forms = await in_thread(self.variants.quantise, whole_of(arena), canary=self.canary)
+            forms = await in_thread(self.variants.quantise, arena.whole(), canary=self.canary)
         is_rollback = position.lineage_version != position.head_version
         is_due = is_last or is_rollback or self.needs_checkpoint or version % self.checkpoint_every_versions == 0
         begun = None
         if saved_by is not None and is_due:
             begun = await in_thread(self.store.begin, version, saved_by)
         scorer = self.canary
-        canary = () if scorer is None else await in_thread(lambda: scorer.score(whole_of(arena)))
+        canary = () if scorer is None else await in_thread(lambda: scorer.score(arena.whole()))
         encoded = None
         if isinstance(arena, ShardedArena):
             # All ranks take part, so before the next step begins.

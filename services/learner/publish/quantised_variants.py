@@ -24,7 +24,6 @@ from heterorl.common.process.threads import in_thread
 from heterorl.common.types.policy import NO_VERSION, VariantVersion
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
-from heterorl.learner.backends.train_backend import whole_of
 from heterorl.learner.checks.replay import Canary
 from heterorl.learner.publish.version_payloads import Encoded, PublishedHead, PublishedVersions, encode_version
 
@@ -201,7 +200,7 @@ class Variants:
         digest, scales, shadow = manifest_digest(data), self._offered.get(name), position.shadow
         if scales is not None and shadow is not None:
             arena = Arena(published.layout)
-            await in_thread(quantise, whole_of(shadow), arena, name, frozen=scales)
+            await in_thread(quantise, shadow.whole(), arena, name, frozen=scales)
             if await in_thread(arena.state_root, threads=published.threads) == manifest.state_root:
                 return Form(version=version, digest=digest, shadow=arena, scales=arena)
         pulled: Arena | None = None

@@ -31,7 +31,6 @@ from heterorl.common.weights.compose import MAX_PAYLOADS, compose, negate
 from heterorl.common.weights.manifest import verify_state
 from heterorl.common.weights.payload import apply_payload, max_file_bytes
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
-from heterorl.learner.backends.train_backend import whole_of
 from heterorl.learner.run.resume import Resumption
 
 _LOG = logging.getLogger(__name__)
@@ -114,7 +113,7 @@ class Rollback:
         if shadow is None or target.layout_id != shadow.layout.layout_id:
             return await parts.published.rebuild(data)
         try:
-            return await self._undo(target, await in_thread(whole_of, shadow))
+            return await self._undo(target, await in_thread(shadow.whole))
         except (NotReversible, UnknownVersion, UnknownPayload, CorruptData) as error:
             _LOG.info("version %d is rebuilt from payloads: %s", target.version, error.args[0])
             return await parts.published.rebuild(data)
@@ -210,5 +209,5 @@ async def undo(parts: Resumption) -> int:
         why,
         "keeps its moments" if keep_optimizer else "is new",
     )
-    await in_thread(parts.backend.load_published, await in_thread(whole_of, shadow), keep_optimizer=keep_optimizer)
+    await in_thread(parts.backend.load_published, await in_thread(shadow.whole), keep_optimizer=keep_optimizer)
     return manifest_from_bytes(await parts.published.manifest(position.head_version)).step

@@ -28,7 +28,7 @@ from heterorl.common.process.threads import in_thread, most_serious
 from heterorl.common.types.common import LearnerPhase, StepReport
 from heterorl.common.types.policy import LeaseGrant
 from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, without_stale
-from heterorl.learner.backends.train_backend import TrainBackend, Weights, whole_of
+from heterorl.learner.backends.train_backend import TrainBackend, Weights
 from heterorl.learner.checks.reward_signal import RewardSignal, split_uniform
 from heterorl.learner.evaluate import Evaluation, Evaluator
 from heterorl.learner.learner_config import LearnerConfig
@@ -237,7 +237,7 @@ class TrainingLoop:
     async def _evaluate(self, weights: Weights, version: int) -> Evaluation:
         assert self.evaluator is not None, "asked only when one is due"
         with self.progress.phase(LearnerPhase.EVALUATING):
-            return await in_thread(self.evaluator.evaluate, await in_thread(whole_of, weights), version)
+            return await in_thread(self.evaluator.evaluate, await in_thread(weights.whole), version)
 
     def _note(self, evaluation: Evaluation) -> None:
         """Record the evaluation of a published version."""

@@ -57,11 +57,11 @@ async def test_engine_that_fails_its_canary_gets_the_version_again_and_no_work_m
 async def asked(world):
     """The silence of an engine that has given completions and is asked for more."""
     await generating(world)
-    world.engine.is_paced = True
-    await world.until(lambda: world.engine.num_batches >= 3)
-    world.engine.is_paced = False
-    world.engine.pace.release(9)
-    # The clock waits for the pass that may go on; only the next one hangs.
+    world.engine.proceed.clear()
+    await world.until(lambda: world.engine.is_held)
+    # A pass takes a second, and the next one hangs.
+    await world.passed(1.0)
+    world.engine.proceed.set()
     await world.until(lambda: not world.engine.is_held)
     world.engine.proceed.clear()
     await world.until(lambda: world.engine.is_held)

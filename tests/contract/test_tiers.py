@@ -12,7 +12,7 @@ from tests import run
 from tests.support import near
 
 ROOT = Path(__file__).parents[2]
-MAX_COMMITS = 150
+MAX_COMMITS = 200
 FLAKY = """
 from pathlib import Path
 def test_passes_the_second_time():

@@ -39,4 +39,5 @@ async def test_campaign_in_which_a_process_ends_by_itself_fails_and_does_not_wai
     cluster = Cluster(tmp_path, learner={"max_steps": 2})
     with pytest.raises(ExceptionGroup) as group:
         await campaign(cluster, kills=1000, seed=11, pause_s=(60.0, 60.0))
-    assert "learner ended with 0" in str(group.value.exceptions[0])
+    # The learner, or a sampler that drained after it and was seen first.
+    assert " ended with 0: " in str(group.value.exceptions[0])

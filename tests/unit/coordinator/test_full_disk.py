@@ -134,6 +134,7 @@ async def test_first_start_without_room_is_the_operators_to_solve(disk):
     await (await Coordinator.open(config(disk), ManualClock())).close()
 
 
+@pytest.mark.files
 async def test_restore_onto_a_full_disk_says_so(disk, tmp_path):
     core, run = await begin(disk, tmp_path)
     await fill(core, run)

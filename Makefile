@@ -151,7 +151,6 @@ bench-losses: $(SETUP)  ## Time a learner step under each loss, relative to the 
 bench-learner: $(SETUP)  ## Compare a GRPO step with TRL's: tokens per second and peak memory at a vocabulary of 32 000
 bench-groups: $(SETUP)  ## Measure the coordinator's CPU time for a group, and how much of it the bytes need
 bench-group-rows: $(SETUP)  ## Compare groups' bytes in their row, in a second row and in a file, in SQLite and PostgreSQL; 6 minutes, 2 GB of disk
-bench-hf-rows: $(SETUP)  ## Compare the hf engine with rows refilled between two tokens and with waves, on the same long-tailed requests; 3 minutes
 bench-ingest: $(SETUP)  ## Compare durable intake of groups by one core with PostgreSQL and NATS JetStream on the same disk; 2 minutes, 4 GB of disk
 bench-load: $(ENGINES_SETUP)  ## Measure each rank's peak memory while a learner loads: torch and ZeRO 1 to 3, 1 and 2 ranks: BEFORE=CHECKOUT; 15 minutes
 bench-merge: $(SETUP)  ## Compare merged deltas with the chain: bytes and seconds for samplers 1 to 256 versions behind
@@ -173,13 +172,10 @@ bench-starts: $(SETUP)  ## Measure imports by service, and the time from a SIGKI
 bench-swaps: $(SETUP)  ## Measure the pause of an engine for new weights: models of 0.1 and 1 billion weights, arrays of 8 billion; 18 GB of memory
 bench-verify: $(SETUP)  ## Measure the checks of untrusted sites: each cheat's detection, honest rollouts' false rejects; 4 minutes
 bench-verify-turns: $(SETUP)  ## Measure the same of trajectories of several turns: each forgery, honest trajectories; 10 minutes
-bench-view: $(SETUP)  ## Time a page of `heterorl view` with 50,000 samples, against a bare page of its size; 3 minutes
 # Module and results have the target's name, and one thread computes; the lines below are the exceptions.
 THREADS = OMP_NUM_THREADS=1
 bench-group-rows: MODULE = group_rows
 bench-group-rows: RESULTS = group_rows
-bench-hf-rows: MODULE = hf_rows
-bench-hf-rows: RESULTS = hf_rows
 bench-losses: MODULE = loss_step
 bench-losses: THREADS =
 bench-merge: MODULE = weights_merge

@@ -18,17 +18,17 @@ ROOT = Path(__file__).parents[2]
 TEXT = (ROOT / "Makefile").read_text()
 TARGETS = sorted(set(re.findall(r"^([a-z][a-z0-9-]*):(?!=)", TEXT, re.MULTILINE)))
 BENCHES = {
-    "hf-rows": "hf_rows", "group-rows": "group_rows", "learner": "learner", "groups": "groups", "losses": "loss_step",
+    "group-rows": "group_rows", "learner": "learner", "groups": "groups", "losses": "loss_step",
     "merge": "weights_merge", "weights": "weights",
     "ingest": "ingest", "load": "load_memory", "loop": "loop", "loop-tools": "loop_tools", "sites": "sites", "slices": "slices",
     "starts": "starts", "swaps": "swaps",
     "overlap": "overlap", "publish": "publish", "pull": "pull", "serve": "serve", "sampler": "sampler", "verify": "verify",
-    "forward": "forward", "view": "view", "relay": "relay", "routing": "routing", "parity": "parity",
+    "forward": "forward", "relay": "relay", "routing": "routing", "parity": "parity",
     "regions": "regions", "verify-turns": "verify_turns",
 }  # fmt: skip
 """What is measured to the module that measures it."""
 RESULTS = {
-    "merge": "weights_merge", "hf-rows": "hf_rows", "group-rows": "group_rows", "verify-turns": "verify_turns",
+    "merge": "weights_merge", "group-rows": "group_rows", "verify-turns": "verify_turns",
     "loop-tools": "loop_tools",
 }  # fmt: skip
 WORKFLOW = ROOT / ".github" / "workflows" / "ci.yml"

@@ -36,7 +36,7 @@ from benchmarks.generated import generated
 from heterorl.common.generation.hf_engine import HfEngine
 from heterorl.common.generation.inference_engine import ScoredText, canary_texts, generate_all
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.tasks.task import Prompt
+from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import LogprobMode, SamplingSemantics, SiteId
 from heterorl.common.types.rollout import QueuedGroup, RewardPart, WorkAssignment, total_reward
@@ -57,8 +57,8 @@ BOUND = 0.1
 SAMPLING = SamplingSemantics(temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=4, logprob_mode=LogprobMode.PROCESSED)
 
 
-class Sums:
-    """Implements heterorl.common.tasks.task.Task: "7 + 5 =", with half of the reward for any number."""
+class Sums(Task):
+    """Asks "7 + 5 =", with half of the reward for any number."""
 
     digest = bytes_digest(b"bench sums 1")
 

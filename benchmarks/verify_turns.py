@@ -36,9 +36,8 @@ from heterorl.common.model import tensors
 from heterorl.common.model.contract import build_contract
 from heterorl.common.model.logprobs import group_key
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.tasks.environments.environment_task import environment_of
 from heterorl.common.tasks.environments.episodes import EPISODES_A_PROCESS
-from heterorl.common.tasks.task import Task, close_task
+from heterorl.common.tasks.task import Task
 from heterorl.common.tasks.task_config import build_task
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompter import Prompter
@@ -141,7 +140,7 @@ class Site:
 
     def answer(self, group: Group) -> str:
         """The text that ends the group's episode with a reward of 1."""
-        spec = environment_of(self.task, self.task.prompt(group.prompt_index))
+        spec = self.task.environment_of(self.task.prompt(group.prompt_index))
         assert spec is not None, "every prompt has an environment"
         episode = self.game()
         episode.reset({}, seed=spec.seed)
@@ -214,7 +213,7 @@ def open_site(name: str, directory: Path, *, warm_steps: int) -> Iterator[Site]:
             state_root=arena.state_root(),
         )
     finally:
-        close_task(task)
+        task.close()
 
 
 @dataclass(kw_only=True)

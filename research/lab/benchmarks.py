@@ -8,20 +8,19 @@ from collections import defaultdict
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.task import Prompt, Task
-from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 from heterorl_research.lab.config import RegimeConfig
 
 
-class PartOfTask:
-    """Implements Task with some of another task's held-out prompts."""
+class PartOfTask(Task):
+    """Some of another task's held-out prompts."""
 
     def __init__(self, task: Task, indices: list[int]) -> None:
         self._task = task
         self._indices = indices
         self.num_prompts = task.num_prompts
         self.num_evaluation_prompts = len(indices)
-        self.digest: Digest = task.digest
+        self.digest = task.digest
 
     def prompt(self, index: int) -> Prompt:
         """The training prompt at a position."""

@@ -235,10 +235,9 @@ def _packages(service: str, config: Any) -> Iterator[tuple[str, str]]:
 
 def counted(task: Any, prompter: Any, config: Any) -> str:
     """Number of prompts, the longest of a sample, and those too long."""
-    from heterorl.common.tasks.environments.environment_task import environments_of
     from heterorl.common.tasks.sources.row_reader import lengths_of
 
-    num = NUM_RESET if environments_of(task) else NUM_COUNTED
+    num = NUM_RESET if task.environments else NUM_COUNTED
     indices = sorted({number * task.num_prompts // num for number in range(num)})
     lengths = lengths_of([task.prompt(index) for index in indices], functools.partial(_num_tokens, task, prompter))
     longest = int(lengths.argmax())
@@ -256,11 +255,10 @@ def counted(task: Any, prompter: Any, config: Any) -> str:
 
 def text_of(task: Any, index: int) -> str:
     """A training prompt with its source; raises ConfigError without such a prompt."""
-    from heterorl.common.tasks.task import source_of
 
     if index >= task.num_prompts:
         raise ConfigError("--prompt", f"must be from 0 to {task.num_prompts - 1}; got {index}")
-    label, prompt = source_of(task, index), task.prompt(index)
+    label, prompt = task.source_of(index), task.prompt(index)
     refusal = f" (refused: {prompt.refusal})" if prompt.refusal else ""
     return f"prompt {index}{label and f' of {label}'}: {prompt.shown}{refusal}"
 
@@ -276,9 +274,8 @@ def _positions(config: Any) -> int:
 
 def _num_tokens(task: Any, prompter: Any, prompts: Sequence[Any]) -> list[int | None]:
     """Tokens of each prompt with the tools of its environment."""
-    from heterorl.common.tasks.environments.environment_task import environment_of
 
-    tools = [getattr(environment_of(task, prompt), "tools", ()) for prompt in prompts]
+    tools = [getattr(task.environment_of(prompt), "tools", ()) for prompt in prompts]
     if not any(tools):
         return list(prompter.num_tokens(prompts))
     return [prompter.num_tokens([prompt], tools=each)[0] for prompt, each in zip(prompts, tools, strict=True)]
@@ -286,7 +283,6 @@ def _num_tokens(task: Any, prompter: Any, prompts: Sequence[Any]) -> list[int | 
 
 def _try_set(config: Any, prompter: Any) -> None:
     """Open a set of [[evaluation]] as the sampler's start does."""
-    from heterorl.common.tasks.task import close_task
     from heterorl.common.text.conversation import try_reward
     from heterorl.sampler.prompt_evaluator import naming_set, open_set
 
@@ -296,7 +292,7 @@ def _try_set(config: Any, prompter: Any) -> None:
             opened.played(prompter)
             try_reward(opened.task, prompter)
         finally:
-            close_task(opened.task)
+            opened.task.close()
 
 
 def _try_reward(service: str, config: Any, task: Any, prompter: Any, say: Callable[[str], object]) -> None:

@@ -58,7 +58,6 @@ def env_try(
         raise ConfigError("task.environment", "is not set", action="docs/environments.md says how to write one")
     is_typed = by_hand or (not model and sys.stdin.isatty())
     from heterorl.cli.env_episode import Screen, as_json
-    from heterorl.common.tasks.task import close_task
     from heterorl.common.tasks.task_config import build_task
     from heterorl.common.text.prompter import Prompter
 
@@ -75,16 +74,14 @@ def env_try(
         else:
             ids, played = _draw(loaded, task, asked, prompter(), Screen(console))
     finally:
-        close_task(task)
+        task.close()
     if json_:
         typer.echo(strict_json(as_json(asked, spec, played, ids=ids), indent=2))
 
 
 def _asked(task: Task, index: int, *, source: str, is_held_out: bool) -> tuple[Prompt, EnvironmentSpec]:
-    from heterorl.common.tasks.environments.environment_task import environment_at, environment_of
-    from heterorl.common.tasks.task import spans_of
 
-    spans = dict(spans_of(task))
+    spans = dict(task.spans)
     if source and (is_held_out or source not in spans):
         known = ", ".join(filter(None, spans)) or "none"
         raise ConfigError("--source", f"{source} is not a source of training prompts; there are: {known}")
@@ -95,9 +92,9 @@ def _asked(task: Task, index: int, *, source: str, is_held_out: bool) -> tuple[P
     asked = task.evaluation_prompt(index) if is_held_out else task.prompt(index)
     if asked.refusal:
         raise PromptRefused("task.environment", asked.refusal, action="correct the environment, or the row")
-    spec = environment_of(task, asked)
+    spec = task.environment_of(asked)
     if spec is None:
-        labels = ", ".join(label for label, span in spans.items() if label and environment_at(task, span[0]))
+        labels = ", ".join(label for label, span in spans.items() if label and task.environment_at(span[0]))
         problem = f"the source of prompt {index} has no task.environment"
         raise ConfigError("--prompt", problem, action=f"set --source to one of these: {labels}")
     return asked, spec

@@ -147,7 +147,6 @@ def _evaluate(
     sets: tuple[EvaluationSetConfig, ...],
     every_row: bool,
 ) -> Iterator[Row]:
-    from heterorl.common.tasks.task import close_task
     from heterorl.common.text.prompter import Prompter
     from heterorl.evaluation.evaluate_sets import evaluate_all
     from heterorl.evaluation.subject import open_model, open_versions
@@ -165,7 +164,7 @@ def _evaluate(
         for one in sets:
             _say(f"reading the set {one.name}")
             opened.append(open_set(one, measure=measure, every_row=every_row))
-            stack.callback(close_task, opened[-1].task)
+            stack.callback(opened[-1].task.close)
         if is_run:
             subjects = _announced(stack.enter_context(open_versions(subject, versions, config)), subject, versions)
         else:

@@ -36,8 +36,7 @@ def reward_try(
     """
     loaded = load_service("learner", config, set_ or ())
     from heterorl.common.errors import RewardError
-    from heterorl.common.tasks.environments.environment_task import environment_of
-    from heterorl.common.tasks.task import check_answer, close_task
+    from heterorl.common.tasks.task import check_answer
     from heterorl.common.tasks.task_config import build_task
     from heterorl.common.text.prompter import Prompter
     from heterorl.common.types.rollout import total_reward
@@ -47,7 +46,7 @@ def reward_try(
         if prompt >= task.num_prompts:
             raise ConfigError("--prompt", f"must be from 0 to {task.num_prompts - 1}; got {prompt}")
         asked = task.prompt(prompt)
-        if environment_of(task, asked) is not None:
+        if task.environment_of(asked) is not None:
             raise ConfigError("task.environment", "it gives the reward", action="play it by `heterorl env try`")
         if answer is not None:
             asked = _answered(asked, answer)
@@ -56,7 +55,7 @@ def reward_try(
     except RewardError as error:
         raise ConfigError("task", f"no reward: {error}", action="correct the reward, or what it needs") from error
     finally:
-        close_task(task)
+        task.close()
     console = console_of()
     console.print(f"{asked.text[:60]!r}, answer {asked.answer[:60]!r}: reward {total_reward(parts):g}", soft_wrap=True)
     for part in parts:

@@ -25,7 +25,6 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.evaluation.summary import Standing, estimate_text, standing, summarize
 from heterorl.common.generation.inference_engine import Engine
 from heterorl.common.process.clock import Bell, SystemClock
-from heterorl.common.tasks.task import evaluation_source_of
 from heterorl.common.text.conversation import try_reward
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.evaluation import EvaluationSpec, EvaluationSummary, PromptResult
@@ -169,7 +168,7 @@ def by_source(of: SiteSet, results: Iterable[PromptResult]) -> tuple[tuple[str, 
     """Results of each source of a mixture, by label."""
     found: dict[str, list[PromptResult]] = {}
     for result in results:
-        found.setdefault(evaluation_source_of(of.task, result.prompt_index), []).append(result)
+        found.setdefault(of.task.evaluation_source_of(result.prompt_index), []).append(result)
     return tuple((label, _summary(of, found[label])) for label in sorted(found) if label)
 
 

@@ -15,8 +15,7 @@ from heterorl.common.model.library_versions import LIBRARIES, check_package
 from heterorl.common.model.model_directory import check_model_dir
 from heterorl.common.model.model_loading import token_limits_at, token_limits_of, warn_of_idle_gpus
 from heterorl.common.model.router_replay import routing_shape
-from heterorl.common.tasks.environments.environment_task import environments_of
-from heterorl.common.tasks.task import Task, close_task
+from heterorl.common.tasks.task import Task
 from heterorl.common.tasks.task_config import build_task
 from heterorl.common.text.conversation import Conversations, try_answers, try_prompts, try_reward
 from heterorl.common.text.prompter import Prompter
@@ -73,7 +72,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
     task = build_task(config.task, measure=prompter.num_tokens)
     try_prompts(task, prompter, room=token_limits_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
     conversations = None
-    if environments_of(task):
+    if task.environments:
         conversations = Conversations(task, prompter, tool_parser=config.task.tool_parser)
     if config.verification.recompute_rewards:
         check_trust(task, config.verification.trust_rewards_of)
@@ -116,7 +115,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
     )
 
     def close() -> None:
-        close_task(task)
+        task.close()
         close_backend()
 
     return Parts(

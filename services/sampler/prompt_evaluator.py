@@ -287,7 +287,7 @@ class PromptEvaluator:
     async def _in_thread(self, of: SiteSet, function: Callable[..., _T], *arguments: Any) -> _T:
         threads = self._threads.get(of.name)
         if threads is None:
-            num_workers = max(1, int(getattr(of.task, "num_workers", 1)))
+            num_workers = max(1, of.task.num_workers)
             threads = self._threads[of.name] = ThreadPoolExecutor(num_workers, thread_name_prefix="evaluate")
         return await asyncio.get_running_loop().run_in_executor(threads, function, *arguments)
 

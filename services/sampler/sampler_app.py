@@ -37,7 +37,7 @@ from heterorl.common.process.threads import cause_of, num_threads
 from heterorl.common.pull.puller import Puller
 from heterorl.common.rpc.client import CoordinatorClient
 from heterorl.common.tasks.sources.mixture import num_trained_on
-from heterorl.common.tasks.task import Task, close_task
+from heterorl.common.tasks.task import Task
 from heterorl.common.tasks.task_config import build_task
 from heterorl.common.text.conversation import Conversations, try_reward, try_task
 from heterorl.common.text.prompter import Prompter
@@ -191,7 +191,7 @@ def load_components(config: SamplerConfig, *, is_stopped: threading.Event | None
 
     def close() -> None:
         for each in (task, *(one.task for one in sets)):
-            close_task(each)
+            each.close()
         engines.close()
 
     return Components(

@@ -20,6 +20,7 @@ from heterorl.learner.step_metrics import observe_step
 from heterorl.sampler.outbox.delivery import Delivery
 from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.rollout.group_builder import GroupBuilder
+from tests.support.plain_task import PlainTask
 from tests.support.run import INCARNATION, REPORT, SITE, credits_of
 from tests.support.secure_run import SecureRun
 
@@ -43,10 +44,7 @@ class Words:
         return self.decode(token_ids)
 
 
-class FreeTask:
-    digest = Digest("0" * 64)
-    num_prompts = num_evaluation_prompts = 50
-
+class FreeTask(PlainTask):
     def prompt(self, index):
         return Prompt(index=index, text="secret words", answer="")
 

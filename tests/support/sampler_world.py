@@ -30,6 +30,7 @@ from heterorl.sampler.sampler_app import Components, Sampler, join
 from heterorl.sampler.sampler_config import SamplerConfig
 from heterorl.sampler.trust_record import TrustRecord
 from tests.support.clock import ManualClock
+from tests.support.plain_task import PlainTask
 from tests.support.run import CONTRACT, LAYOUT, SITE, Run
 
 STREAMS = ("watch_head", "read_payload")
@@ -145,8 +146,8 @@ class SilentEngine:
         )
 
 
-class FixedTask:
-    """Implements Task: every completion is worth 1; the verifier can be made to fail."""
+class FixedTask(PlainTask):
+    """Every completion is worth 1; the verifier can be made to fail."""
 
     digest = CONTRACT.task_digest
     num_prompts = CONTRACT.num_prompts
@@ -158,9 +159,6 @@ class FixedTask:
 
     def prompt(self, index: int) -> Prompt:
         return Prompt(index=index, text="1+1=", answer="2")
-
-    def evaluation_prompt(self, index: int) -> Prompt:
-        return self.prompt(index)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         if self.is_failing or self.num_failing:

@@ -4,12 +4,11 @@ Every 19th pair of a fixed order is held out. Answers have their digits reversed
 one token to the next. In a progression, one wrong digit spoils all later terms.
 """
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from itertools import takewhile
 
 from heterorl.common.tasks.answer_extraction import answer_of
-from heterorl.common.tasks.task import Prompt
-from heterorl.common.types.common import Digest
+from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
 
@@ -19,7 +18,7 @@ _EVALUATION_SHARE = 19
 """Coprime to 10, so that the held-out numbers end in every digit."""
 
 
-class NumberPairs(ABC):
+class NumberPairs(Task):
     """Maps a position to a pair of numbers; subclasses write the prompt."""
 
     def __init__(self, *, digits: int, seed: int) -> None:
@@ -47,13 +46,13 @@ class NumberPairs(ABC):
 
 
 class ArithmeticTask(NumberPairs):
-    """Sums; implements Task: "123+456=" -> "9750" (579 reversed, padded to 4 digits)."""
+    """Sums: "123+456=" -> "9750" (579 reversed, padded to 4 digits)."""
 
     def __init__(self, *, digits: int, seed: int = 0) -> None:
         super().__init__(digits=digits, seed=seed)
         # A seed without a shift has the digest of no seed: equal prompts, equal digests.
         shifted = f" shift={self.shift}" if self.shift else ""
-        self.digest: Digest = bytes_digest(f"arithmetic 3 digits={digits}{shifted}".encode())
+        self.digest = bytes_digest(f"arithmetic 3 digits={digits}{shifted}".encode())
 
     def _prompt(self, index: int, left: int, right: int) -> Prompt:
         text = f"{left:0{self.digits}d}+{right:0{self.digits}d}="
@@ -64,7 +63,7 @@ class ArithmeticTask(NumberPairs):
 
 
 class ProgressionTask(NumberPairs):
-    """Progressions of N-digit numbers; implements Task.
+    """Progressions of N-digit numbers.
 
     "12+34=" with 3 terms has the answer "640841": 46, 80, 14 modulo 100, reversed. The reward is the share of terms
     before the first wrong one. An answer longer than the right one gets 0.
@@ -73,7 +72,7 @@ class ProgressionTask(NumberPairs):
     def __init__(self, *, digits: int, terms: int, seed: int = 0) -> None:
         super().__init__(digits=digits, seed=seed)
         self._terms = terms
-        self.digest: Digest = bytes_digest(f"progression 2 {digits} {terms} {self.shift}".encode())
+        self.digest = bytes_digest(f"progression 2 {digits} {terms} {self.shift}".encode())
 
     def _prompt(self, index: int, left: int, right: int) -> Prompt:
         terms = [(left + number * right) % self._base for number in range(1, self._terms + 1)]

@@ -1,14 +1,16 @@
 """Task: training prompts by index, held-out prompts, and a verifiable reward."""
 
+from __future__ import annotations
+
 import dataclasses
 import logging
 import math
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from heterorl.common.errors import AnswerUnreadable, EpisodeError, RewardError
 from heterorl.common.process.logs import RARELY_S
@@ -71,30 +73,111 @@ class AnswerProblem:
     action: str
 
 
-class Task(Protocol):
-    """Prompts and scores; equal digests mean equal prompts and scores everywhere."""
+@dataclass(frozen=True, slots=True)
+class Doubts:
+    """Rewards of a completion that another machine may honestly compute otherwise."""
 
-    @property
-    def digest(self) -> Digest:
-        """Digest of data, options and reward."""
+    near: tuple[str, ...] = ()
+    """Rewards that took so long that a time limit may decide."""
+    by_code: tuple[str, ...] = ()
+    """Rewards that the completion's code decides, perhaps by chance; they can be run again."""
 
-    @property
-    def num_prompts(self) -> int:
-        """Training prompts."""
 
-    @property
-    def num_evaluation_prompts(self) -> int:
-        """Held-out prompts; none of them is a training prompt."""
+class RewardSource(ABC):
+    """Computes the parts of a completion's reward; a task, or one reward of its sum."""
 
-    def prompt(self, index: int) -> Prompt: ...
+    digest: Digest
+    """Of all that values depend on, except prompt and completion."""
+    num_workers: int = 0
+    """Completions that are scored at once; 0: in this process."""
+    by_group: bool = False
+    """Whether `score_all` scores a group better than `score` its completions one by one."""
 
-    def evaluation_prompt(self, index: int) -> Prompt: ...
-
+    @abstractmethod
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """Parts whose sum is the reward; raises RewardError where the verifier fails."""
 
+    def score_all(self, prompt: Prompt, completions: Sequence[str]) -> Iterator[tuple[RewardPart, ...]]:
+        """Parts of each completion's reward, in order; a RewardError cancels the rest."""
+        num_workers = min(self.num_workers, len(completions))
+        if num_workers <= 1:
+            yield from (self.score(prompt, text) for text in completions)
+            return
+        executor = ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="reward")
+        try:
+            yield from executor.map(lambda text: self.score(prompt, text), completions)
+        finally:
+            executor.shutdown(cancel_futures=True)
 
-class TaskWrapper:
+    def doubts(self, prompt: Prompt, completion: str) -> Doubts:  # noqa: ARG002 - of those that override it
+        return Doubts()
+
+    def answer_problem(self, prompt: Prompt) -> AnswerProblem | None:  # noqa: ARG002
+        """Why completions cannot be scored; raises DependencyMissing or RewardError."""
+        return None
+
+    @property
+    def knows_answers(self) -> bool:
+        """Whether it can tell that an answer is unreadable."""
+        return type(self).answer_problem is not RewardSource.answer_problem
+
+    def close(self) -> None:  # noqa: B027 - most have none
+        """Kill the processes, if any."""
+
+
+class Task(RewardSource):
+    """Prompts and scores; equal digests mean equal prompts and scores everywhere."""
+
+    num_prompts: int
+    num_evaluation_prompts: int
+    """Held-out prompts; none of them is a training prompt."""
+    environments: tuple[Any, ...] = ()
+    """`Episodes` of all sources."""
+
+    @abstractmethod
+    def prompt(self, index: int) -> Prompt: ...
+
+    @abstractmethod
+    def evaluation_prompt(self, index: int) -> Prompt: ...
+
+    @property
+    def spans(self) -> tuple[tuple[str, range], ...]:
+        """Label and training prompts of each source; empty label where there is one."""
+        return (("", range(self.num_prompts)),)
+
+    def source_of(self, index: int) -> str:  # noqa: ARG002
+        """Label of a training prompt's source; empty where there is one."""
+        return ""
+
+    def evaluation_source_of(self, index: int) -> str:  # noqa: ARG002
+        return ""
+
+    def environment_of(self, prompt: Prompt) -> Any:  # noqa: ARG002
+        """A prompt's `EnvironmentSpec`; None where a rollout has one turn."""
+        return None
+
+    def environment_at(self, index: int) -> Any:  # noqa: ARG002
+        """The `Episodes` of a training prompt; None without.
+
+        The prompt is not made: that may begin an episode.
+        """
+        return next(iter(self.environments), None)
+
+    @property
+    def remote(self) -> Mapping[str, Any]:
+        """`Terms` of rewards that a learner cannot compute again, by name."""
+        return {}
+
+    def without_remote(self) -> Task:
+        """This task with ABSENT remote values; the original closes its processes."""
+        return self
+
+    def run_again(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:  # noqa: ARG002
+        """Rewards by the completion's code, computed once more."""
+        return ()
+
+
+class TaskWrapper(Task):
     """The prompts of another task; subclasses add `score`."""
 
     def __init__(self, task: Task, *, digest: Digest, num_workers: int) -> None:
@@ -111,57 +194,10 @@ class TaskWrapper:
         return self.inner.evaluation_prompt(index)
 
 
-@dataclass(frozen=True, slots=True)
-class Doubts:
-    """Rewards of a completion that another machine may honestly compute otherwise."""
-
-    near: tuple[str, ...] = ()
-    """Rewards that took so long that a time limit may decide."""
-    by_code: tuple[str, ...] = ()
-    """Rewards that the completion's code decides, perhaps by chance; they can be run again."""
-
-
-def doubts_of(task: object, prompt: Prompt, completion: str) -> Doubts:
-    """Doubts about a completion's rewards; none where the task has no `doubts`."""
-    find: Callable[[Prompt, str], Doubts] = getattr(task, "doubts", lambda *_: Doubts())
-    return find(prompt, completion)
-
-
-def close_task(task: object) -> None:
-    """Kill the processes of a task or a reward, if any."""
-    getattr(task, "close", lambda: None)()
-
-
-def source_of(task: Task, index: int) -> str:
-    """Label of a training prompt's source; empty where a task has one."""
-    return str(getattr(task, "source_of", lambda _: "")(index))
-
-
-def spans_of(task: Task) -> tuple[tuple[str, range], ...]:
-    """Label (may be empty) and training prompts of each source."""
-    return getattr(task, "spans", None) or (("", range(getattr(task, "num_prompts", 1))),)
-
-
-def evaluation_source_of(task: Task, index: int) -> str:
-    """Label of a held-out prompt's source; empty where a task has one."""
-    return str(getattr(task, "evaluation_source_of", lambda _: "")(index))
-
-
-def knows_answers(task: object) -> bool:
-    """Whether a task can tell that an answer is unreadable."""
-    return hasattr(task, "answer_problem")
-
-
-def answer_problem_of(task: object, prompt: Prompt) -> AnswerProblem | None:
-    """Why completions cannot be scored; raises DependencyMissing or RewardError."""
-    find: Callable[[Prompt], AnswerProblem | None] = getattr(task, "answer_problem", lambda _: None)
-    return find(prompt)
-
-
-def check_answer(task: object, prompt: Prompt) -> None:
+def check_answer(task: Task, prompt: Prompt) -> None:
     """Raise AnswerUnreadable for an unreadable answer, but not where the verifier fails."""
     try:
-        problem = answer_problem_of(task, prompt)
+        problem = task.answer_problem(prompt)
     except RewardError:
         return
     if problem:
@@ -171,29 +207,6 @@ def check_answer(task: object, prompt: Prompt) -> None:
 
 _LOG = logging.getLogger(__name__)
 LOUD_AFTER = 8
-
-
-class Scorer(Protocol):
-    """Computes the parts of a completion's reward."""
-
-    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]: ...
-
-
-def score_group(task: Scorer, prompt: Prompt, texts: Sequence[str]) -> Iterator[tuple[RewardPart, ...]]:
-    """Parts of each completion's reward, in order; a RewardError cancels the rest."""
-    if getattr(task, "by_group", False):
-        score_all: Any = getattr(task, "score_all", None)
-        yield from score_all(prompt, texts)
-        return
-    num_workers = min(int(getattr(task, "num_workers", 1)), len(texts))
-    if num_workers <= 1:
-        yield from (task.score(prompt, text) for text in texts)
-        return
-    executor = ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="reward")
-    try:
-        yield from executor.map(lambda text: task.score(prompt, text), texts)
-    finally:
-        executor.shutdown(cancel_futures=True)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -252,22 +265,30 @@ def question_of(prompt: Prompt) -> str:
 
 
 class SystemPromptTask(TaskWrapper):
-    """A task that adds a system message where none is; implements Task."""
+    """A task that adds a system message where none is."""
 
     def __init__(self, task: Task, text: str) -> None:
         digest = bytes_digest(f"system prompt 1\n{task.digest}\n{text}".encode())
-        # 0: the task computes rewards in this process.
-        super().__init__(task, digest=digest, num_workers=int(getattr(task, "num_workers", 0)))
+        super().__init__(task, digest=digest, num_workers=task.num_workers)
         self._first = Message(role="system", content=text)
-        self.score = task.score
-        self.doubts, self.answer_problem = partial(doubts_of, task), partial(answer_problem_of, task)
-        self.close = partial(close_task, task)
 
     def prompt(self, index: int) -> Prompt:
         return with_system(self.inner.prompt(index), self._first)
 
     def evaluation_prompt(self, index: int) -> Prompt:
         return with_system(self.inner.evaluation_prompt(index), self._first)
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        return self.inner.score(prompt, completion)
+
+    def doubts(self, prompt: Prompt, completion: str) -> Doubts:
+        return self.inner.doubts(prompt, completion)
+
+    def answer_problem(self, prompt: Prompt) -> AnswerProblem | None:
+        return self.inner.answer_problem(prompt)
+
+    def close(self) -> None:
+        self.inner.close()
 
 
 def with_system(prompt: Prompt, first: Message) -> Prompt:

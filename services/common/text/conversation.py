@@ -25,17 +25,11 @@ from heterorl.common.errors import (
 from heterorl.common.model.contract import ContractConfig
 from heterorl.common.model.model_loading import TokenLimits, token_limits_at
 from heterorl.common.tasks.environments.environment import Action, Observation, ToolCall
-from heterorl.common.tasks.environments.environment_task import (
-    EnvironmentSpec,
-    environment_at,
-    environment_of,
-    environment_problem,
-    environments_of,
-)
+from heterorl.common.tasks.environments.environment_task import EnvironmentSpec, environment_problem
 from heterorl.common.tasks.environments.episodes import Episode, Episodes
 from heterorl.common.tasks.rewards.function_reward import START_IT
 from heterorl.common.tasks.rewards.worker_pool import is_outage
-from heterorl.common.tasks.task import Message, Prompt, Task, answer_problem_of, knows_answers, spans_of
+from heterorl.common.tasks.task import Message, Prompt, Task
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.tool_calls import Parser, parse_action, parser_for
 from heterorl.common.types.common import Int32Array
@@ -102,7 +96,7 @@ class Conversations:
     def __init__(self, task: Task, prompter: Prompter, *, tool_parser: Parser | Literal["auto"] = "auto") -> None:
         """Check that the template writes turns and tools."""
         self._task, self._prompter, self._end_token_ids = task, prompter, frozenset(prompter.end_token_ids)
-        environments = environments_of(task)
+        environments = task.environments
         # By object: sources of a mixture may have one name in two directories.
         self._parsers = {each: try_turns(prompter, tools=each.tools, tool_parser=tool_parser) for each in environments}
         self.max_live = sum(each.max_live for each in environments)
@@ -110,7 +104,7 @@ class Conversations:
 
     def of(self, prompt: Prompt) -> Conversation | None:
         """The environment of a prompt; None without one."""
-        spec = environment_of(self._task, prompt)
+        spec = self._task.environment_of(prompt)
         if spec is None:
             return None
         return Conversation(
@@ -119,7 +113,8 @@ class Conversations:
 
     def at(self, index: int) -> Episodes | None:
         """The environment of a training prompt, without the prompt."""
-        return environment_at(self._task, index)
+        found: Episodes | None = self._task.environment_at(index)
+        return found
 
     def try_episodes(self) -> None:
         """Play an episode of each environment; raise ConfigError for failures.
@@ -166,7 +161,7 @@ def open_conversations(
     task: Task, prompter: Prompter, *, tool_parser: Parser | Literal["auto"]
 ) -> Conversations | None:
     """A task's environments, each tried by an episode; None without any."""
-    if not environments_of(task):
+    if not task.environments:
         return None
     found = Conversations(task, prompter, tool_parser=tool_parser)
     found.try_episodes()
@@ -191,7 +186,7 @@ TRIED_TURN = "Yes"
 
 def tried_prompts(task: Task) -> Iterator[Prompt]:
     """Prompts of each source to check."""
-    return (task.prompt(index) for _, span in spans_of(task) for index in _spread(span, NUM_TRIED))
+    return (task.prompt(index) for _, span in task.spans for index in _spread(span, NUM_TRIED))
 
 
 def _spread(span: range, count: int) -> list[int]:
@@ -204,12 +199,12 @@ def try_prompts(task: Task, prompter: Prompter, *, room: TokenLimits, max_new_to
     Raises ConfigError where more than half of a source's are refused.
     """
     room.check_length(max_new_tokens)
-    for label, span in spans_of(task):
+    for label, span in task.spans:
         refused: list[PromptRefused] = []
         num_tried, until = 0, math.inf
         for index in _spread(span, NUM_TRIED):
             prompt = task.prompt(index)
-            spec = environment_of(task, prompt)
+            spec = task.environment_of(prompt)
             try:
                 room.check(prompter.encode_prompt(prompt, tools=spec.tools if spec else ()), max_new_tokens)
             except PromptRefused as error:
@@ -279,9 +274,9 @@ def try_answers(task: Task) -> None:
         ConfigError: more than half of them cannot be read.
         DependencyMissing: the verifier is not installed.
     """
-    if not knows_answers(task):
+    if not task.knows_answers:
         return
-    spans = spans_of(task)
+    spans = task.spans
     for _, span in spans:
         if not _try_answers_of(task, span, ANSWERS_S / len(spans)):
             return
@@ -293,7 +288,7 @@ def _try_answers_of(task: Task, span: range, seconds: float) -> bool:
     for index in _spread(span, NUM_ANSWERS):
         prompt = task.prompt(index)
         try:
-            problem = answer_problem_of(task, prompt)
+            problem = task.answer_problem(prompt)
         except RewardError as error:
             # `try_reward` reports the error.
             _LOG.warning("the check of answers is skipped, the trial of the reward follows: %s", error)
@@ -327,7 +322,7 @@ def try_reward(task: Task, prompter: Prompter | None, *, say: Callable[[str], ob
         ServiceUnreachable: it reached no server, which may answer later.
         DependencyMissing: its package is not installed.
     """
-    return min(_try_reward_of(task, prompter, label, span, say) for label, span in spans_of(task))
+    return min(_try_reward_of(task, prompter, label, span, say) for label, span in task.spans)
 
 
 def _try_reward_of(
@@ -335,12 +330,12 @@ def _try_reward_of(
 ) -> float:
     prompt = _readable(task, span)
     key, which = (f"task.sources, {label}", f" of {label}") if label else ("task", "")
-    is_played = environment_of(task, prompt) is not None
+    is_played = task.environment_of(prompt) is not None
     text = prompt.answer or (TRIED_TURN if is_played else "")
     if prompter is not None:
         text = prompter.decode(prompter.tokens(text))
     # Remote rewards are NaN in it.
-    local: Task = getattr(task, "without_remote", lambda: task)()
+    local = task.without_remote()
     try:
         parts = task.score(prompt, text)
         reward = total_reward(parts)
@@ -384,10 +379,10 @@ def _try_others(local: Task, prompt: Prompt, reward: float, key: str) -> None:
 
 def _readable(task: Task, span: range) -> Prompt:
     """The first prompt with a readable answer; else the first prompt."""
-    for index in span[:NUM_TRIED] if knows_answers(task) else ():
+    for index in span[:NUM_TRIED] if task.knows_answers else ():
         prompt = task.prompt(index)
         try:
-            if not answer_problem_of(task, prompt):
+            if not task.answer_problem(prompt):
                 return prompt
         except RewardError:
             break

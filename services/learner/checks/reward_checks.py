@@ -10,12 +10,9 @@ from dataclasses import replace
 import numpy as np
 
 from heterorl.common.errors import ConfigError, EpisodeError, PromptRefused, RewardError
-from heterorl.common.tasks.environments.environment_task import environments_of
 from heterorl.common.tasks.environments.episodes import Episode
 from heterorl.common.tasks.rewards.remote_reward import Terms
-from heterorl.common.tasks.rewards.weighted import WeightedTask
-from heterorl.common.tasks.sources.mixture import MixtureTask
-from heterorl.common.tasks.task import Prompt, Task, doubts_of, score_group
+from heterorl.common.tasks.task import Prompt, Task
 from heterorl.common.text.conversation import Conversation, Conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.rollout import (
@@ -77,8 +74,8 @@ def judge_rewards(
     for number, rollout in enumerate(group.rollouts):
         if problem := _turns_problem(rollout):
             return _mismatch(f"rollouts[{number}]: {problem}")
-    remote = task.remote if isinstance(task, WeightedTask) else {}
-    computes = task.without_remote() if isinstance(task, WeightedTask) and remote else task
+    remote = task.remote
+    computes = task.without_remote() if remote else task
     members = [(number, rollout) for number, rollout in enumerate(group.rollouts) if rollout.is_trainable]
     texts = [prompter.completion(rollout.token_ids, prompt) for _, rollout in members]
     for number, rollout in enumerate(group.rollouts):
@@ -86,7 +83,7 @@ def judge_rewards(
         if is_lost and _has_reward(computes, prompt, prompter.completion(rollout.token_ids, prompt)):
             # Not held against the site, whose machine may be broken; and not trained, since it may hide low rewards.
             return Finding(detail=f"rollouts[{number}]: its site has no reward for it, and one can be computed")
-    for (number, rollout), text, parts in zip(members, texts, score_group(computes, prompt, texts), strict=True):
+    for (number, rollout), text, parts in zip(members, texts, computes.score_all(prompt, texts), strict=True):
         if remote:
             problem, parts = _believed(
                 rollout.reward_parts, parts, remote, prompt=prompt, completion=text, is_trusted=is_trusted
@@ -97,7 +94,7 @@ def judge_rewards(
         if not problem:
             continue
         detail = f"rollouts[{number}].{problem}"
-        doubts = doubts_of(task, prompt, text)
+        doubts = task.doubts(prompt, text)
         if _is_by({*doubts.by_code, *doubts.near}, rollout, parts, tolerance=tolerance):
             _refuse_doubtful(task, prompt, text, stated=rollout.reward_parts, computed=parts)
             return Finding(reason=DropReason.CODE_MISMATCH, detail=detail)
@@ -175,15 +172,13 @@ def _refuse_doubtful(
     Raises RewardError: the site may still be right."""
     said, first = ({part.name: part.value for part in parts} for parts in (stated, computed))
     for is_last in [False] * RUN_AGAIN + [True]:
-        for name in doubts_of(task, prompt, completion).near:
+        for name in task.doubts(prompt, completion).near:
             if said[name] != first[name]:
                 raise RewardError(
                     f"{name} is {said[name]:g}, computed {first[name]:g}, in a time so near its limit that either may"
                     " be right"
                 )
-        if is_last or not isinstance(task, WeightedTask | MixtureTask):
-            continue
-        for part in task.run_again(prompt, completion):
+        for part in () if is_last else task.run_again(prompt, completion):
             if part.value != first[part.name]:
                 raise RewardError(
                     f"{part.name} is {said[part.name]:g}, computed {first[part.name]:g} and then {part.value:g}: the"
@@ -194,15 +189,14 @@ def _refuse_doubtful(
 def check_trust(task: Task, trusted: Collection[str]) -> None:
     """Raise ConfigError for a task of which every group would be abandoned.
     No site is trusted, and an environment is not deterministic or a reward can neither be computed nor is signed."""
-    by_chance = [each.name for each in environments_of(task) if not each.is_deterministic]
+    by_chance = [each.name for each in task.environments if not each.is_deterministic]
     if by_chance and not trusted:
         raise ConfigError(
             "verification.trust_rewards_of",
             f"{by_chance[0]} is not deterministic, so a learner cannot step it again, and no site is trusted",
             action='name the sites, such as ["site-a"], or "*" for all',
         )
-    remote = task.remote if isinstance(task, WeightedTask) else {}
-    believed = [name for name, terms in remote.items() if not terms.signed_by]
+    believed = [name for name, terms in task.remote.items() if not terms.signed_by]
     if believed and not trusted:
         raise ConfigError(
             "verification.trust_rewards_of",
@@ -214,7 +208,7 @@ def check_trust(task: Task, trusted: Collection[str]) -> None:
 def tried_here(task: Task, *, asks_others: bool) -> Task:
     """The task of which a learner tries one reward at its start.
     It has no remote rewards unless the learner asks for them."""
-    return task if asks_others or not isinstance(task, WeightedTask) else task.without_remote()
+    return task if asks_others else task.without_remote()
 
 
 def _problem(rollout: Rollout, computed: Sequence[RewardPart], *, tolerance: float) -> str:

@@ -39,7 +39,7 @@ from heterorl.common.model.router_replay import RoutingShape
 from heterorl.common.process import metrics
 from heterorl.common.process.threads import in_thread, in_thread_of
 from heterorl.common.pull.puller import PulledVersion, TrustedPuller
-from heterorl.common.tasks.task import FailureStreak, Task, source_of
+from heterorl.common.tasks.task import FailureStreak, Task
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import SiteId, peer_words
@@ -157,7 +157,7 @@ class Verifier:
     _room: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
-        num_workers = max(1, int(getattr(self.verification.task, "num_workers", 1)))
+        num_workers = max(1, self.verification.task.num_workers)
         # A pool of its own: rewards that hang must not keep a step from its thread.
         self._scorers = ThreadPoolExecutor(max_workers=num_workers, thread_name_prefix="examine")
         # The pool's own queue could not be left by a cancelled caller.
@@ -165,7 +165,7 @@ class Verifier:
 
     def labelled(self, queued: QueuedGroup) -> QueuedGroup:
         task, index = self.verification.task, queued.group.prompt_index
-        source = source_of(task, index) if index < task.num_prompts else ""
+        source = task.source_of(index) if index < task.num_prompts else ""
         return dataclasses.replace(queued, source=source) if source else queued
 
     async def score(self, queued: QueuedGroup) -> Scored:

@@ -24,7 +24,7 @@ from heterorl.common.process import metrics
 from heterorl.common.process.clock import Clock
 from heterorl.common.process.threads import in_order
 from heterorl.common.process.tracing import TRACER
-from heterorl.common.tasks.task import FailureStreak, Prompt, Task, check_answer, score_group, source_of
+from heterorl.common.tasks.task import FailureStreak, Prompt, Task, check_answer
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Digest, SiteId
@@ -86,7 +86,7 @@ class GroupBuilder:
                 check_answer(self.task, prompt)
                 draft = self.draft(
                     prompt, self.conversations, assignment, seed=self._seed(assignment), is_seeded=self.is_seeded,
-                    source=source_of(self.task, prompt.index),
+                    source=self.task.source_of(prompt.index),
                 )  # fmt: skip
             except PromptRefused as error:
                 refused.append((assignment, error))
@@ -121,7 +121,7 @@ class GroupBuilder:
                 version=min(kept.turn.oldest_version for kept in left.turns),
                 begun_at=begun_at,
                 is_seeded=self.is_seeded and all(kept.turn.is_seeded for kept in left.turns),
-                source=source_of(self.task, prompt.index),
+                source=self.task.source_of(prompt.index),
                 is_noted=True,
             )
         except PromptRefused:
@@ -133,7 +133,7 @@ class GroupBuilder:
         """Reward parts of each completion; raises RewardError if one is unusable."""
         with self.lock:
             texts = [self.prompter.completion(completion.token_ids, prompt) for completion in completions]
-        rows = list(score_group(self.task, prompt, texts))
+        rows = list(self.task.score_all(prompt, texts))
         for parts in rows:
             total_reward(parts)
         return rows
@@ -181,9 +181,9 @@ class Scorer:
     def __init__(self, builder: GroupBuilder) -> None:
         self._builder = builder
         # A plain task is a function: research computes it in no virtual time.
-        num_workers = int(getattr(builder.task, "num_workers", 0))
+        num_workers = builder.task.num_workers
         self._threads = ThreadPoolExecutor(num_workers, thread_name_prefix="reward") if num_workers else None
-        self._by_group = bool(getattr(builder.task, "by_group", False))
+        self._by_group = builder.task.by_group
         self.failures = FailureStreak()
 
     def ready(self, draft: GroupDraft, member: int) -> tuple[int, ...]:

@@ -16,7 +16,6 @@ from heterorl.cli.check_config import counted, text_of
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config_file import PATTERNS, InvalidConfig, all_keys, load
-from heterorl.common.tasks.task import close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import Conversations
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
@@ -292,7 +291,7 @@ def test_a_template_that_cannot_write_what_is_said_is_told(tmp_path):
         with pytest.raises(ConfigError, match="system"):
             Conversations(task, prompter).try_episodes()
     finally:
-        close_task(task)
+        task.close()
 
 
 def test_short_file_of_a_sampler_says_what_will_be_asked(tmp_path):

@@ -17,7 +17,7 @@ from heterorl.common.generation import inference_engine
 from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.tasks.environments.environment import Observation
 from heterorl.common.tasks.environments.environment_task import EpisodeLimits
-from heterorl.common.tasks.task import Message, Prompt, close_task
+from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import Conversations
 from heterorl.common.text.prompter import Prompter
@@ -167,7 +167,7 @@ def test_a_model_plays_what_a_learner_would_step_again(config, chat):
                 assert turn["given"]["token_ids"] == given.tolist()
             assert found["reward"] == sum(part.value for part in episode.score())
     finally:
-        close_task(task)
+        task.close()
 
 
 @pytest.mark.process

@@ -11,7 +11,7 @@ from heterorl.cli.models import _show
 from heterorl.common.errors import ConfigError, EngineError, InvalidRequest, PromptRefused, PromptTooLong, RewardError
 from heterorl.common.evaluation.summary import summarize
 from heterorl.common.generation.inference_engine import Completion, Finished
-from heterorl.common.tasks.task import AnswerProblem, Prompt, evaluation_source_of
+from heterorl.common.tasks.task import AnswerProblem, Prompt
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.evaluation import EvaluationDraws, PromptResult, ScoredSample
 from heterorl.common.types.rollout import FinishReason, RewardPart, Span
@@ -20,6 +20,7 @@ from heterorl.evaluation.evaluate_sets import Row, as_json, by_source, evaluate_
 from heterorl.evaluation.subject import Subject
 from heterorl.sampler.prompt_evaluator import SiteSet, blocks_of, seed_of
 from heterorl.v1 import evaluation_pb2
+from tests.support.plain_task import PlainTask
 
 
 def draws(**changes):
@@ -40,7 +41,7 @@ class Bytes:
         return self.decode(token_ids)
 
 
-class Echo:
+class Echo(PlainTask):
     """A task whose completion is right when it is the prompt's index; `fails` raises for it."""
 
     num_evaluation_prompts = 5
@@ -250,7 +251,7 @@ def test_a_mixture_has_a_line_for_each_source():
     of = SiteSet(name="task", task=task, draws=draws(num_prompts=8, num_samples=1))
     results = []
     for index in range(8):
-        reward = 1.0 if evaluation_source_of(task, index) == "rows" else 0.25
+        reward = 1.0 if task.evaluation_source_of(index) == "rows" else 0.25
         samples = (ScoredSample(reward=reward, num_tokens=3, is_truncated=False),)
         results.append(PromptResult(prompt_index=index, samples=samples))
     row = Row(

@@ -26,6 +26,7 @@ from heterorl.sampler.outbox.outbox import Outbox
 from heterorl.sampler.prompt_evaluator import PromptEvaluator, SiteSet
 from heterorl.sampler.rollout.in_flight_groups import EvaluationRequests
 from tests.support.games import Games
+from tests.support.plain_task import PlainTask
 from tests.support.run import SITE
 from tests.support.sampler_world import World
 
@@ -33,7 +34,7 @@ DRAWS = EvaluationDraws(num_prompts=12, num_samples=16, temperature=0.5, max_new
 SETS = [{"name": "held", "num_prompts": 12, "samples_per_prompt": 16, "temperature": 0.5, "every_versions": 2}]
 
 
-class Held:
+class Held(PlainTask):
     """A task of 12 held-out prompts; every second one is answered rightly, `fails` cannot be scored."""
 
     digest = "c" * 64

@@ -20,7 +20,7 @@ from heterorl.common.tasks.environments.environment import Action
 from heterorl.common.tasks.environments.episodes import Episode, Episodes
 from heterorl.common.tasks.rewards.function_reward import START_IT
 from heterorl.common.tasks.rewards.worker_pool import is_outage
-from heterorl.common.tasks.task import SYSTEM_ROLES, Message, Prompt, Task, TaskWrapper, close_task, messages_json
+from heterorl.common.tasks.task import SYSTEM_ROLES, Message, Prompt, Task, TaskWrapper, messages_json
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import FinishReason, RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
@@ -91,12 +91,6 @@ class EnvironmentSpec:
         return episode
 
 
-def environment_of(task: object, prompt: Prompt) -> EnvironmentSpec | None:
-    """The environment of a prompt; None where a rollout has one turn."""
-    find: Callable[[Prompt], EnvironmentSpec | None] = getattr(task, "environment_of", lambda _: None)
-    return find(prompt)
-
-
 def environment_problem(where: str, error: Exception) -> ConfigError:
     """The error that ended an episode, for the environment's author."""
     if is_outage(error):
@@ -113,28 +107,13 @@ def cure_of(error: Exception) -> str:
     return "correct task.environment"
 
 
-def environments_of(task: object) -> tuple[Episodes, ...]:
-    """The environments of all sources of a task."""
-    return tuple(getattr(task, "environments", ()))
-
-
-def environment_at(task: object, index: int) -> Episodes | None:
-    """The environment of a training prompt; None without one.
-
-    The prompt is not made: that may begin an episode.
-    """
-    find: Any = getattr(task, "environment_at", None)
-    found: Episodes | None = next(iter(environments_of(task)), None) if find is None else find(index)
-    return found
-
-
 def seed_of(index: int, *, is_held_out: bool, seed: int) -> int:
     """32-bit seed of a prompt's episodes; held-out prompts share none with training."""
     return (2 * index + is_held_out + seed * _STRIDE) & 0xFFFFFFFF
 
 
 class EnvironmentTask(TaskWrapper):
-    """A dataset with an environment; implements Task."""
+    """A dataset with an environment."""
 
     def __init__(
         self, task: Task, episodes: Episodes, limits: EpisodeLimits, *, seed: int, system_prompt: str = ""
@@ -191,7 +170,7 @@ class EnvironmentTask(TaskWrapper):
 
     def close(self) -> None:
         self._episodes.close()
-        close_task(self.inner)
+        self.inner.close()
 
     def _lacks(self, row: Mapping[str, Any]) -> str:
         missing = [name for name in self._episodes.needs if name not in row]
@@ -239,8 +218,8 @@ def _row(prompt: Prompt) -> dict[str, Any]:
 
 
 @dataclass(kw_only=True)
-class NumbersTask:
-    """Rows of one number each, without text; implements Task."""
+class NumbersTask(Task):
+    """Rows of one number each, without text."""
 
     num_prompts: int
     num_evaluation_prompts: int
@@ -254,7 +233,7 @@ class NumbersTask:
     def evaluation_prompt(self, index: int) -> Prompt:
         return Prompt(index=index, text="", answer="", columns=self.columns(index, True))
 
-    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:  # noqa: ARG002 - of the Protocol
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:  # noqa: ARG002 - of the base class
         raise RewardError("rows of numbers have no score of their own")
 
 

@@ -14,7 +14,7 @@ from heterorl.common.errors import DependencyMissing, RewardError
 from heterorl.common.tasks.answer_extraction import answer_of, is_exact, texts_of
 from heterorl.common.tasks.rewards.worker_pool import NEAR, LoadFailed, NearLimit, OutOfTime, WorkerPool
 from heterorl.common.tasks.source_config import SourceConfig
-from heterorl.common.tasks.task import AnswerProblem, Doubts, Prompt
+from heterorl.common.tasks.task import AnswerProblem, Doubts, Prompt, RewardSource
 from heterorl.common.types.rollout import RewardPart
 
 MAX_ANSWER_CHARS = 20_000
@@ -103,8 +103,8 @@ def _version_of(package: str) -> str:
         return ""
 
 
-class MatchedTask:
-    """Members of a task that compares completions with its rows' answers."""
+class MatchedTask(RewardSource):
+    """Compares completions with the answers of rows."""
 
     def __init__(self, config: SourceConfig) -> None:
         self.match_name = f"{config.match} {_RULES[config.match]}"

@@ -10,13 +10,13 @@ from typing import Any
 from heterorl.common.errors import ConfigError, RewardError, ServiceUnreachable
 from heterorl.common.tasks.answer_extraction import answer_of
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE, LoadFailed, WorkerPool
-from heterorl.common.tasks.task import AnswerProblem, Prompt, Task, TaskWrapper, messages_json
-from heterorl.common.types.common import Digest, peer_words
+from heterorl.common.tasks.task import AnswerProblem, Prompt, RewardSource, Task, TaskWrapper, messages_json
+from heterorl.common.types.common import peer_words
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS, RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
 
 
-class FunctionReward:
+class FunctionReward(RewardSource):
     """Reward function `package.module:function`; `digest` covers its files."""
 
     def __init__(
@@ -32,9 +32,8 @@ class FunctionReward:
             raise ConfigError(key, f"{path!r} is not package.module:function", action=_EXAMPLE)
         job = {"kind": "function", "module": module, "name": name, "directory": str(directory)}
         self.pool = WorkerPool(job, timeout_s=PATIENCE * timeout_s, cpu_s=timeout_s, num_workers=num_workers)
-        self.close = self.pool.close
         facts = loaded_facts(self.pool, path, key=key, path_key="task.reward_path")
-        self.digest: Digest = bytes_digest(f"reward 5\n{path}\n{facts['digest']}".encode())
+        self.digest = bytes_digest(f"reward 5\n{path}\n{facts['digest']}".encode())
         self._key, self._path = key, path
         self._asks = None if facts["takes_all"] else tuple(facts["asks"])
         self._needs = tuple(facts["needs"])
@@ -57,6 +56,9 @@ class FunctionReward:
             action = "name the column of the answer, or give that parameter a default"
             return AnswerProblem(key="task.data.answer", text=problem, action=action)
         return None
+
+    def close(self) -> None:
+        self.pool.close()
 
     def _columns(self, prompt: Prompt) -> dict[str, Any]:
         wanted = prompt.columns if self._asks is None else self._asks
@@ -122,14 +124,21 @@ def parts_of(values: Mapping[str, float]) -> tuple[RewardPart, ...]:
 
 
 class FunctionRewardTask(TaskWrapper):
-    """A task with a user's reward function; implements Task."""
+    """A task with a user's reward function."""
 
     def __init__(self, task: Task, reward: FunctionReward) -> None:
         digest = bytes_digest(f"{task.digest}\nreward 2 {reward.digest}".encode())
         super().__init__(task, digest=digest, num_workers=reward.num_workers)
         self._reward = reward
-        self.score, self.close = reward.score, reward.close
-        self.answer_problem = reward.answer_problem
+
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+        return self._reward.score(prompt, completion)
+
+    def answer_problem(self, prompt: Prompt) -> AnswerProblem | None:
+        return self._reward.answer_problem(prompt)
+
+    def close(self) -> None:
+        self._reward.close()
 
 
 _EXAMPLE = "for example mytask.rewards:score, a function f(prompt, completion, answer) in mytask/rewards.py"

@@ -15,14 +15,14 @@ from __future__ import annotations
 
 import hashlib
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from typing import Any
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.identity.signing import Signer, signed_by
 from heterorl.common.tasks.rewards.worker_pool import LoadFailed, NoAnswer, WorkerLost, WorkerPool
-from heterorl.common.tasks.task import WHOLE, Message, Prompt, messages_json, messages_of
+from heterorl.common.tasks.task import WHOLE, Message, Prompt, RewardSource, messages_json, messages_of
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import RewardPart
 
@@ -59,8 +59,8 @@ class Terms:
 
 
 @dataclass(eq=False, repr=False)
-class RemoteReward:
-    """A value for each completion, by service or judge; implements RewardSource."""
+class RemoteReward(RewardSource):
+    """A value for each completion, by service or judge."""
 
     job: Mapping[str, Any]
     _: KW_ONLY
@@ -80,12 +80,19 @@ class RemoteReward:
         self.pool = WorkerPool(
             {**self.job, "timeout_s": self.timeout_s}, timeout_s=self.timeout_s, num_workers=self.num_workers
         )
-        self.close = self.pool.close
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        return (self.score_all(prompt, [completion])[0],)
+        return (self._ask(prompt, [completion])[0],)
 
-    def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[RewardPart]:
+    def score_all(self, prompt: Prompt, completions: Sequence[str]) -> Iterator[tuple[RewardPart, ...]]:
+        if not self.by_group:
+            return super().score_all(prompt, completions)
+        return iter([(part,) for part in self._ask(prompt, completions)])
+
+    def close(self) -> None:
+        self.pool.close()
+
+    def _ask(self, prompt: Prompt, completions: Sequence[str]) -> list[RewardPart]:
         """Values of completions, by one request.
 
         Raises:

@@ -8,10 +8,10 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.rewards.function_reward import FunctionReward
@@ -26,19 +26,7 @@ from heterorl.common.tasks.source_config import (
     RewardConfig,
     SourceConfig,
 )
-from heterorl.common.tasks.task import (
-    WHOLE,
-    AnswerProblem,
-    Doubts,
-    Prompt,
-    Scorer,
-    Task,
-    TaskWrapper,
-    answer_problem_of,
-    close_task,
-    doubts_of,
-    score_group,
-)
+from heterorl.common.tasks.task import WHOLE, AnswerProblem, Doubts, Prompt, RewardSource, Task, TaskWrapper
 from heterorl.common.types.common import Digest
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_REWARD_PARTS, RewardPart, weighted_sum
 from heterorl.common.wire.common_messages import bytes_digest
@@ -47,21 +35,13 @@ ABSENT = math.nan
 """Value of a reward that is not computed here."""
 
 
-class RewardSource(Scorer, Protocol):
-    """Computes the values of one reward; a task does."""
-
-    @property
-    def digest(self) -> Digest:
-        """Digest of all that values depend on, except prompt and completion."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Absent:
+class _Absent(RewardSource):
     """Stands for a reward that is not computed here."""
 
-    digest: Digest
+    def __init__(self, digest: Digest) -> None:
+        self.digest = digest
 
-    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:  # noqa: ARG002 - of the Protocol
+    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:  # noqa: ARG002 - of the base class
         return (RewardPart(name=WHOLE, value=ABSENT),)
 
 
@@ -74,52 +54,38 @@ class NamedReward:
     source: RewardSource
     is_own_score: bool = False
 
-    def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
+    def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[tuple[RewardPart, ...]]:
         try:
-            parts = self.source.score(prompt, completion)
+            rows = list(self.source.score_all(prompt, completions))
         except RewardError as error:
             raise RewardError(f"task.rewards, {self.name}: {error}") from error
+        return [self._named(parts) for parts in rows]
+
+    def _named(self, parts: tuple[RewardPart, ...]) -> tuple[RewardPart, ...]:
         if self.is_own_score:
             return (RewardPart(name=self.name, value=weighted_sum(parts), weight=self.weight),)
         if len(parts) == 1 and parts[0].name == WHOLE:
             return (replace(parts[0], name=self.name, weight=self.weight),)
         return tuple(replace(part, name=f"{self.name}/{part.name}", weight=self.weight) for part in parts)
 
-    @property
-    def num_workers(self) -> int:
-        return int(getattr(self.source, "num_workers", 1))
-
-    def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[tuple[RewardPart, ...]]:
-        if not isinstance(self.source, RemoteReward) or not self.source.by_group:
-            return list(score_group(self, prompt, completions))
-        try:
-            values = self.source.score_all(prompt, completions)
-        except RewardError as error:
-            raise RewardError(f"task.rewards, {self.name}: {error}") from error
-        return [(replace(part, name=self.name, weight=self.weight),) for part in values]
-
-    def close(self) -> None:
-        close_task(self.source)
-
 
 class WeightedTask(TaskWrapper):
-    """A task with a weighted sum of rewards; implements Task."""
+    """A task with a weighted sum of rewards."""
 
     def __init__(self, task: Task, rewards: Sequence[NamedReward]) -> None:
         stated = [(reward.name, reward.weight, reward.source.digest) for reward in rewards]
         digest = bytes_digest(f"{task.digest}\nrewards 1\n{json.dumps(stated)}".encode())
-        super().__init__(task, digest=digest, num_workers=max(reward.num_workers for reward in rewards))
+        super().__init__(task, digest=digest, num_workers=max(1, *(reward.source.num_workers for reward in rewards)))
         self.rewards = tuple(rewards)
         # Then all rewards wait for the last completion of a group.
-        self.by_group = any(isinstance(each.source, RemoteReward) and each.source.by_group for each in rewards)
+        self.by_group = any(reward.source.by_group for reward in rewards)
 
     @property
     def remote(self) -> dict[str, Terms]:
-        """Rewards that a learner cannot compute again, by name."""
         return {each.name: each.source.terms for each in self.rewards if isinstance(each.source, RemoteReward)}
 
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:
-        found = {each.name: doubts_of(each.source, prompt, completion) for each in self.rewards}
+        found = {each.name: each.source.doubts(prompt, completion) for each in self.rewards}
         return Doubts(
             near=tuple(name for name, doubts in found.items() if doubts.near),
             by_code=tuple(name for name, doubts in found.items() if doubts.by_code),
@@ -127,14 +93,13 @@ class WeightedTask(TaskWrapper):
 
     def run_again(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         rewards = [each for each in self.rewards if isinstance(each.source, CodeReward)]
-        return tuple(part for reward in rewards for part in reward.score(prompt, completion))
+        return tuple(part for reward in rewards for part in reward.score_all(prompt, [completion])[0])
 
     def answer_problem(self, prompt: Prompt) -> AnswerProblem | None:
-        every = (answer_problem_of(each.source, prompt) for each in self.rewards)
+        every = (each.source.answer_problem(prompt) for each in self.rewards)
         return next((problem for problem in every if problem), None)
 
     def without_remote(self) -> WeightedTask:
-        """This task with ABSENT remote values; the original closes its processes."""
         rewards = [
             replace(each, source=_Absent(each.source.digest)) if isinstance(each.source, RemoteReward) else each
             for each in self.rewards
@@ -142,16 +107,19 @@ class WeightedTask(TaskWrapper):
         return WeightedTask(self.inner, rewards)
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
-        return _allowed(tuple(part for reward in self.rewards for part in reward.score(prompt, completion)))
+        return self._sums(prompt, [completion])[0]
 
-    def score_all(self, prompt: Prompt, completions: Sequence[str]) -> list[tuple[RewardPart, ...]]:
+    def score_all(self, prompt: Prompt, completions: Sequence[str]) -> Iterator[tuple[RewardPart, ...]]:
         """Parts of all completions, in order; batch `group` makes one request."""
+        return iter(self._sums(prompt, completions)) if self.by_group else super().score_all(prompt, completions)
+
+    def _sums(self, prompt: Prompt, completions: Sequence[str]) -> list[tuple[RewardPart, ...]]:
         rows = [reward.score_all(prompt, completions) for reward in self.rewards]
         return [_allowed(tuple(part for parts in column for part in parts)) for column in zip(*rows, strict=True)]
 
     def close(self) -> None:
         for reward in self.rewards:
-            reward.close()
+            reward.source.close()
 
 
 def _allowed(parts: tuple[RewardPart, ...]) -> tuple[RewardPart, ...]:

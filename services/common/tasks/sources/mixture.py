@@ -13,23 +13,15 @@ import dataclasses
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.arithmetic import NumberPairs
-from heterorl.common.tasks.environments.environment_task import (
-    EnvironmentSpec,
-    environment_at,
-    environment_of,
-    environments_of,
-)
+from heterorl.common.tasks.environments.environment_task import EnvironmentSpec
 from heterorl.common.tasks.environments.episodes import Episodes
-from heterorl.common.tasks.rewards.weighted import WeightedTask
 from heterorl.common.tasks.sources.rows_task import RowsTask
-from heterorl.common.tasks.task import AnswerProblem, Doubts, Prompt, Task, answer_problem_of, close_task, doubts_of
-from heterorl.common.types.common import Digest
+from heterorl.common.tasks.task import AnswerProblem, Doubts, Prompt, Task, TaskWrapper
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
 
@@ -58,14 +50,14 @@ class MixedPrompt(Prompt):
     inner: Prompt
 
 
-class MixtureTask:
-    """A weighted mixture of tasks; implements Task."""
+class MixtureTask(Task):
+    """A weighted mixture of tasks."""
 
     def __init__(self, sources: Sequence[Source]) -> None:
         """Assign the positions; raise ConfigError for remote rewards or too unlike weights."""
         for source in sources:
             # A learner knows Terms only for the rewards of the run's own task.
-            if remote := getattr(source.task, "remote", None):
+            if remote := source.task.remote:
                 raise ConfigError(
                     "task.sources",
                     f"the source {source.label} has {', '.join(remote)}, computed by another service, which a mixture"
@@ -83,7 +75,7 @@ class MixtureTask:
         self._ends = np.cumsum(np.array(counts, np.int64))
         starts = (self._ends - counts).tolist()
         # Further positions of a source repeat its prompts.
-        self.spans = tuple(
+        self._spans = tuple(
             (source.label, range(start, start + size))
             for source, start, size in zip(sources, starts, sizes, strict=True)
         )
@@ -91,13 +83,14 @@ class MixtureTask:
         held_out = [min(source.task.num_evaluation_prompts, MAX_HELD_OUT) for source in sources]
         self._held_out = _interleaved(held_out, shares)
         self.num_evaluation_prompts = len(self._held_out)
-        self.num_workers = sum(int(getattr(source.task, "num_workers", 0)) for source in sources)
+        self.num_workers = sum(source.task.num_workers for source in sources)
+        self.environments = tuple(each for source in sources for each in source.task.environments)
         words = ["mixture 1", *((source.task.digest, count) for source, count in zip(sources, counts, strict=True))]
-        self.digest: Digest = bytes_digest(repr(words).encode())
+        self.digest = bytes_digest(repr(words).encode())
 
     @property
-    def tasks(self) -> tuple[Task, ...]:
-        return tuple(source.task for source in self.sources)
+    def spans(self) -> tuple[tuple[str, range], ...]:
+        return self._spans
 
     def prompt(self, index: int) -> Prompt:
         number = self._number(index)
@@ -116,36 +109,36 @@ class MixtureTask:
     def evaluation_source_of(self, index: int) -> str:
         return self.sources[int(self._held_out[index][0])].label
 
-    @property
-    def environments(self) -> tuple[Episodes, ...]:
-        return tuple(each for task in self.tasks for each in environments_of(task))
-
     def environment_at(self, index: int) -> Episodes | None:
-        return environment_at(self.sources[self._number(index)].task, index)
+        found: Episodes | None = self.sources[self._number(index)].task.environment_at(index)
+        return found
 
     def environment_of(self, prompt: Prompt) -> EnvironmentSpec | None:
-        return environment_of(*self._asked(prompt))
+        task, inner = self._asked(prompt)
+        found: EnvironmentSpec | None = task.environment_of(inner)
+        return found
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         task, inner = self._asked(prompt)
         return task.score(inner, completion)
 
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:
-        return doubts_of(*self._asked(prompt), completion)
+        task, inner = self._asked(prompt)
+        return task.doubts(inner, completion)
 
     def run_again(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         task, inner = self._asked(prompt)
-        return task.run_again(inner, completion) if isinstance(task, WeightedTask) else ()
+        return task.run_again(inner, completion)
 
     def answer_problem(self, prompt: Prompt) -> AnswerProblem | None:
         task, inner = self._asked(prompt)
         label = next(source.label for source in self.sources if source.task is task)
-        problem = answer_problem_of(task, inner)
+        problem = task.answer_problem(inner)
         return problem and dataclasses.replace(problem, key=f"task.sources, {label}: {problem.key}")
 
     def close(self) -> None:
-        for task in self.tasks:
-            close_task(task)
+        for source in self.sources:
+            source.task.close()
 
     def _asked(self, prompt: Prompt) -> tuple[Task, Prompt]:
         assert isinstance(prompt, MixedPrompt), "a prompt of this mixture"
@@ -199,11 +192,14 @@ def num_trained_on(task: Task, evaluated: Task) -> int:
     return sum(int(np.isin(rows.held_out.questions, known).sum()) for rows in held_out)
 
 
-def _rows_of(task: Any) -> Iterator[RowsTask]:
+def _rows_of(task: Task) -> Iterator[RowsTask]:
     if isinstance(task, RowsTask):
         yield task
-    for inner in getattr(task, "tasks", [task.inner] if hasattr(task, "inner") else []):
-        yield from _rows_of(inner)
+    elif isinstance(task, TaskWrapper):
+        yield from _rows_of(task.inner)
+    elif isinstance(task, MixtureTask):
+        for source in task.sources:
+            yield from _rows_of(source.task)
 
 
 def _refuse_other_pairs(tasks: Mapping[str, Task]) -> None:

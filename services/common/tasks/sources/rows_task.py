@@ -24,8 +24,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.tasks.rewards.answer_match import MatchedTask
 from heterorl.common.tasks.source_config import SourceConfig
 from heterorl.common.tasks.sources.row_reader import RowReader, Rows, cell_of, kind_of, lengths_of
-from heterorl.common.tasks.task import BETWEEN, Measure, Prompt, question_of
-from heterorl.common.types.common import Digest
+from heterorl.common.tasks.task import BETWEEN, Measure, Prompt, Task, question_of
 from heterorl.common.wire.common_messages import bytes_digest
 
 Hashes = npt.NDArray[np.uint64]
@@ -56,8 +55,8 @@ class Chosen:
         return self.rows.digest, hashlib.blake2b(self.numbers.tobytes()).hexdigest()
 
 
-class RowsTask(MatchedTask):
-    """Rows with a verifier; implements Task."""
+class RowsTask(MatchedTask, Task):
+    """Rows with a verifier."""
 
     def __init__(
         self,
@@ -100,7 +99,7 @@ class RowsTask(MatchedTask):
         self.num_prompts = self.training.numbers.size
         self.num_evaluation_prompts = self.held_out.numbers.size
         words = [*self._words, self.training.digest, self.held_out.digest]
-        self.digest: Digest = bytes_digest(repr(words).encode())
+        self.digest = bytes_digest(repr(words).encode())
 
     def without(self, questions: Hashes) -> RowsTask:
         """This task without training prompts of these questions."""

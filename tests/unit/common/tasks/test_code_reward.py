@@ -29,7 +29,6 @@ from heterorl.common.tasks.rewards.sandbox.code_reward import code_of, judged, t
 from heterorl.common.tasks.rewards.sandbox.code_reward import tests_of as unit_tests_of
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE, children_of
 from heterorl.common.tasks.source_config import CodeRewardConfig
-from heterorl.common.tasks.task import close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import RewardPart
 
@@ -485,7 +484,7 @@ def test_a_completion_is_scored_by_the_tests_of_its_prompt(tmp_path):
             assert task.score(task.prompt(1), completion)[0].value == 1.0
             assert task.score(task.prompt(1), "def f(x): return x * x")[0].value == 0.0
         finally:
-            close_task(task)
+            task.close()
 
 
 def test_a_prompt_without_tests_is_an_error_and_no_zero(tmp_path):
@@ -495,7 +494,7 @@ def test_a_prompt_without_tests_is_an_error_and_no_zero(tmp_path):
             with pytest.raises(RewardError, match=words):
                 task.score(task.prompt(number), "```python\nx = 1\n```")
     finally:
-        close_task(task)
+        task.close()
 
 
 def test_a_result_that_hangs_on_the_machines_speed_is_known_as_such(tmp_path, monkeypatch):
@@ -511,7 +510,7 @@ def test_a_result_that_hangs_on_the_machines_speed_is_known_as_such(tmp_path, mo
         assert task.doubts(prompt, quick).near == ()
         assert task.doubts(prompt, "another").near == ()
     finally:
-        close_task(task)
+        task.close()
 
 
 HALF = "while time.process_time() < 1: pass"
@@ -583,7 +582,7 @@ def test_limits_and_python_are_part_of_the_contract_and_directories_are_not(tmp_
     for reward in ({}, {"shown": [str(tmp_path)]}, {"test_timeout_s": 4.0}, {"credit": "share"}):
         task = code_task(tmp_path, "assert True", **reward)
         digests.append(task.digest)
-        close_task(task)
+        task.close()
 
     assert digests[0] == digests[1]
     assert len(set(digests)) == 3

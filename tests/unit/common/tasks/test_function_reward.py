@@ -14,7 +14,7 @@ import pytest
 from heterorl.common.errors import AnswerUnreadable, ConfigError, RewardError
 from heterorl.common.process.config_file import load
 from heterorl.common.tasks.rewards.worker_pool import MAX_PRINTED, PATIENCE, SCRIPT, is_outage
-from heterorl.common.tasks.task import check_answer, close_task, score_group
+from heterorl.common.tasks.task import check_answer
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import try_answers, try_reward
 from heterorl.common.types.rollout import MAX_PART_NAME, MAX_PART_VALUE, MAX_REWARD_PARTS
@@ -402,7 +402,7 @@ def test_several_workers_score_a_group_at_once(place):
     here = place / "here"
     here.mkdir()
 
-    scores = score_group(task, task.prompt(0), [str(here)] * 6)
+    scores = task.score_all(task.prompt(0), [str(here)] * 6)
 
     assert [parts[0].value for parts in scores] == [3.0] * 6
 
@@ -597,7 +597,7 @@ def test_a_reward_by_chance_is_told_at_the_start(tmp_path, caplog, reward, told)
     try:
         try_reward(task, None)
     finally:
-        close_task(task)
+        task.close()
 
     assert [record.args[1] for record in caplog.records if "arguments only" in record.getMessage()] == told
 
@@ -617,7 +617,7 @@ def test_a_row_without_a_column_of_the_reward_is_told_at_the_start_and_makes_no_
             except AnswerUnreadable as error:
                 refused += "forms:in_order asks for level; the row has" in str(error)
     finally:
-        close_task(task)
+        task.close()
 
     told = [
         record for record in caplog.records if "1 of 4 rows that were tried cannot be scored" in record.getMessage()
@@ -635,10 +635,10 @@ def test_a_reward_that_asks_for_answers_is_refused_where_the_rows_have_none(tmp_
         ):
             formed(tmp_path, reward, rows, data=data)
     for reward in ("maybe", "maybe_third", "trl_maybe", "two"):
-        close_task(formed(tmp_path, reward, rows, data=data))
+        formed(tmp_path, reward, rows, data=data).close()
 
 
 def test_trl_may_ask_for_a_column_of_answers_that_nothing_else_reads(tmp_path):
-    close_task(formed(tmp_path, "trl_answer", data={"answer": ""}))
+    formed(tmp_path, "trl_answer", data={"answer": ""}).close()
     with pytest.raises(ConfigError, match="task.data.answer: the row has no answer"):
         formed(tmp_path, "always", data={"answer": ""})

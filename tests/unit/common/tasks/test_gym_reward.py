@@ -15,7 +15,7 @@ from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.tasks.rewards.sandbox import bubblewrap, gym_reward
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
-from heterorl.common.tasks.task import SystemPromptTask, close_task
+from heterorl.common.tasks.task import SystemPromptTask
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 
 pytestmark = pytest.mark.process
@@ -31,7 +31,7 @@ def opened(settings=COUNTDOWN):
 def task():
     task = opened()
     yield task
-    close_task(task)
+    task.close()
 
 
 def run(code):
@@ -66,7 +66,7 @@ def test_a_completion_reaches_no_file_no_environment_no_network_and_no_process(t
         # The way by which it says so is open.
         assert says(mine, "1") == 1.0
     finally:
-        close_task(mine)
+        mine.close()
     assert says(task, f"os.path.exists({str(Path(__file__).parent)!r})") == 0.0
     assert says(task, "any(map(os.path.exists, ('/etc/passwd', '/proc/1', '/home', '/var')))") == 0.0
     assert says(task, "os.getuid() == 0") == 0.0
@@ -209,7 +209,7 @@ def test_another_start_and_its_imports_count_against_no_completion(monkeypatch):
         value(mine, run("open('/tmp/sympy.py', 'w').write('x')"))
         assert is_sound(mine)
     finally:
-        close_task(mine)
+        mine.close()
 
 
 def test_a_server_that_stands_still_is_killed_and_the_next_completion_is_scored(task, monkeypatch):
@@ -259,7 +259,7 @@ def test_what_is_imported_may_lie_under_the_directory_that_a_completion_writes_t
             assert is_sound(mine)
             assert server_of(mine) == server, "nothing was left behind"
         finally:
-            close_task(mine)
+            mine.close()
 
 
 def test_a_forged_score_is_a_number_from_0_to_1(task):
@@ -273,7 +273,7 @@ def test_nothing_is_left_when_the_task_is_closed():
     family = [worker, *worker.children(recursive=True)]
     assert len(family) >= 2
 
-    close_task(task)
+    task.close()
 
     _, alive = psutil.wait_procs(family)
     assert alive == []
@@ -304,7 +304,7 @@ def test_scores_are_those_of_the_data_set_itself(name):
         if name == "prime_factorization":
             assert task.score(task.prompt(0), "two") == (dataclasses.replace(task.score(held_out, "1")[0], value=0.0),)
     finally:
-        close_task(task)
+        task.close()
 
 
 @pytest.mark.slow
@@ -323,7 +323,7 @@ def test_a_score_that_hangs_on_the_machines_speed_is_known_as_such(task, monkeyp
         assert value(patient, "1") == 0.05
         assert patient.doubts(prompt, "1").near == ()
     finally:
-        close_task(patient)
+        patient.close()
     # Also where it is one task of several, or has a system prompt.
     mixture = MixtureTask([Source(label="a", weight=1.0, task=SystemPromptTask(task, "Be brief."))])
     assert mixture.doubts(mixture.prompt(0), slow).near == ("score",)
@@ -346,7 +346,7 @@ def test_own_score_in_a_sum_goes_through_the_sandbox_too(tmp_path):
             task.score(prompt, slow)
             assert task.doubts(prompt, slow).near == ("correct",)
         finally:
-            close_task(task)
+            task.close()
     assert not mark.exists()
 
 
@@ -362,7 +362,7 @@ def test_without_bubblewrap_a_start_ends_with_what_to_install(tmp_path, monkeypa
         ):
             value(task, "1")
     finally:
-        close_task(task)
+        task.close()
     monkeypatch.setattr(bubblewrap, "_packaged", lambda: "")
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ValueError, match="scored in a sandbox: bubblewrap is not installed: apt install bubblewrap"):
@@ -381,7 +381,7 @@ def test_a_sandbox_that_is_not_built_later_is_an_error_and_no_zero(tmp_path, mon
         with pytest.raises(RewardError, match="builds no sandbox here"):
             value(task, "1")
     finally:
-        close_task(task)
+        task.close()
 
 
 def test_the_time_for_a_completion_is_part_of_the_contract():
@@ -398,13 +398,12 @@ def test_no_score_is_computed_where_questions_are_made():
     code = (
         "import json, reasoning_gym.games.countdown as c\n"
         "from heterorl.common.tasks.task_config import TaskConfig, build_task\n"
-        "from heterorl.common.tasks.task import close_task\n"
         "def refuse(*_, **__): raise SystemExit('scored here')\n"
         "c.CountdownDataset.score_answer = refuse\n"
         "config = TaskConfig(name='reasoning_gym:countdown', size=8, evaluation_size=4, reward_timeout_s=20.0)\n"
         "task = build_task(config)\n"
         "print(json.dumps(task.score(task.prompt(0), '1')[0].value))\n"
-        "close_task(task)\n"
+        "task.close()\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 

@@ -19,7 +19,7 @@ from heterorl.common.tasks.rewards import http_reward
 from heterorl.common.tasks.rewards.http_reward import MAX_REPLY_BYTES, MAX_WORDS
 from heterorl.common.tasks.rewards.judge_reward import JudgeStore, filled, question_digest, score_of
 from heterorl.common.tasks.rewards.remote_reward import Terms, sign, statement
-from heterorl.common.tasks.task import Message, close_task, score_group
+from heterorl.common.tasks.task import Message
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import try_reward
 from heterorl.common.types.rollout import RewardPart
@@ -40,7 +40,7 @@ def task_of(reward, **options):
     try:
         yield task
     finally:
-        close_task(task)
+        task.close()
 
 
 def http(server, **options):
@@ -70,7 +70,7 @@ def test_a_url_alone_is_a_reward():
     with serving(lengths) as server:
         task = build_task(TaskConfig(digits=1, reward=f"{server.url}/score", reward_timeout_s=20))
         assert task.score(task.prompt(0), "12345") == (RewardPart(name="reward", value=0.5),)
-        close_task(task)
+        task.close()
     assert server.paths == ["/score"]
 
 
@@ -90,7 +90,7 @@ def test_a_service_elsewhere_is_asked_through_the_proxy(monkeypatch):
 
 def test_a_group_is_one_question_where_the_service_wants_it_so():
     with serving(lengths) as server, task_of(http(server, batch="group")) as task:
-        rows = list(score_group(task, task.prompt(0), ["a", "bb", "ccc"]))
+        rows = list(task.score_all(task.prompt(0), ["a", "bb", "ccc"]))
 
     assert [row[0].value for row in rows] == [0.1, 0.2, 0.3]
     assert [document["completions"] for document in server.asked] == [["a", "bb", "ccc"]]

@@ -7,13 +7,14 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, DependencyMissing, RewardError
-from heterorl.common.tasks.task import FailureStreak, Prompt, close_task, score_group
+from heterorl.common.tasks.task import FailureStreak, Prompt
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import try_answers, try_reward
 from heterorl.common.types.rollout import RewardPart
+from tests.support.plain_task import PlainTask
 
 
-class Scored:
+class Scored(PlainTask):
     """A task whose rewards a function gives."""
 
     def __init__(self, reward, num_workers=1):
@@ -42,9 +43,9 @@ def fails_on(bad):
 def test_scores_are_in_order_and_the_first_failure_gives_up_the_group(num_workers):
     task = Scored(fails_on("bad"), num_workers)
 
-    assert [parts[0].value for parts in score_group(task, task.prompt(0), ["a", "bbb", "cc"])] == [1.0, 3.0, 2.0]
+    assert [parts[0].value for parts in task.score_all(task.prompt(0), ["a", "bbb", "cc"])] == [1.0, 3.0, 2.0]
     with pytest.raises(RewardError):
-        list(score_group(task, task.prompt(0), ["a", "bad", "c"]))
+        list(task.score_all(task.prompt(0), ["a", "bad", "c"]))
     assert num_workers > 1 or task.asked[-1] == "bad"
 
 
@@ -125,11 +126,11 @@ def test_answers_that_cannot_be_read_are_told_at_the_start_and_keep_their_number
         assert task.num_prompts == 9
         assert try_reward(task, None) == 1.0, "the first answer that can be read"
     finally:
-        close_task(task)
+        task.close()
 
 
 def test_a_start_reads_a_thousand_answers_spread_over_the_task():
-    class Read:
+    class Read(PlainTask):
         num_prompts, asked = 2_000_000, []
 
         def prompt(self, index):
@@ -154,7 +155,7 @@ def test_reward_that_reads_few_of_the_answers_is_not_begun(tmp_path):
         with pytest.raises(ConfigError, match=r"task.match: 3 of 4 rows.*prompt 0 \('x is 5'.*match = \"exact\""):
             try_answers(task)
     finally:
-        close_task(task)
+        task.close()
 
 
 @pytest.mark.process
@@ -186,7 +187,7 @@ def test_answers_that_cannot_be_read_are_told_under_the_key_of_their_reward(tmp_
                 try_answers(task)
             assert "match" not in str(raised.value)
         finally:
-            close_task(task)
+            task.close()
 
 
 @pytest.mark.process

@@ -16,7 +16,6 @@ from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.tasks.rewards import answer_match
 from heterorl.common.tasks.rewards.answer_match import MAX_MEMORY_BYTES, MathVerifier
 from heterorl.common.tasks.rewards.worker_pool import SCRIPT
-from heterorl.common.tasks.task import close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 
 
@@ -81,7 +80,7 @@ def test_reasoning_gym_datasets_work_by_name():
         assert task.score(held_out, held_out.answer)[0].value == 1.0
         assert task.score(prompt, "nonsense")[0].value < 1.0
     finally:
-        close_task(task)
+        task.close()
     assert prompt.text != held_out.text
 
 
@@ -108,7 +107,7 @@ def test_reasoning_gym_does_not_score_a_prompt_of_another_task():
         with pytest.raises(RewardError, match="not of this data set"):
             task.score(other.prompt(0), "1")
     finally:
-        close_task(task)
+        task.close()
 
 
 def lines(tmp_path, *rows, name="task.jsonl"):
@@ -334,7 +333,7 @@ def test_a_list_of_two_numbers_is_its_values_and_its_text_an_interval(tmp_path, 
         said = ("\\boxed{3,4}", "3 and 4", "\\boxed{[3,4]}", "\\boxed{3}")
         assert [task.score(task.prompt(0), each)[0].value for each in said] == values
     finally:
-        close_task(task)
+        task.close()
 
 
 def test_digest_says_what_decides_a_comparison(tmp_path, monkeypatch):
@@ -342,7 +341,7 @@ def test_digest_says_what_decides_a_comparison(tmp_path, monkeypatch):
 
     def digest(match="math_verify", **options):
         task = build_task(TaskConfig(name=f"jsonl:{path}", match=match, **options))
-        close_task(task)
+        task.close()
         return task.digest
 
     first, exact = digest(), digest("exact")

@@ -9,7 +9,7 @@ from heterorl.common.errors import AnswerUnreadable
 from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward, _is_printed
 from heterorl.common.tasks.rewards.sandbox.code_reward import tests_of as unit_tests_of
 from heterorl.common.tasks.source_config import CodeRewardConfig
-from heterorl.common.tasks.task import Prompt, answer_problem_of, check_answer, close_task
+from heterorl.common.tasks.task import Prompt, check_answer
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 
 
@@ -341,9 +341,9 @@ def test_rows_whose_tests_cannot_be_read_are_known_before_they_are_drawn(tmp_pat
         TaskConfig(name=f"jsonl:{path}", evaluation_path=str(held_out), rewards=[{"kind": "code", "name": "tests"}])
     )
     try:
-        assert [bool(answer_problem_of(task, task.prompt(index))) for index in range(3)] == [True, False, False]
-        assert "fn_name" in answer_problem_of(task, task.prompt(0)).text
+        assert [bool(task.answer_problem(task.prompt(index))) for index in range(3)] == [True, False, False]
+        assert "fn_name" in task.answer_problem(task.prompt(0)).text
         with pytest.raises(AnswerUnreadable, match=r"^task.rewards\[0\]: .*fn_name"):
             check_answer(task, task.prompt(0))
     finally:
-        close_task(task)
+        task.close()

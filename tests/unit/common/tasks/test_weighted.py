@@ -7,7 +7,6 @@ import pytest
 
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.process.config_file import InvalidConfig, load
-from heterorl.common.tasks.task import close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import MAX_REWARD_PARTS, RewardPart, total_reward, weighted_sum
 from heterorl.learner.learner_config import LearnerConfig
@@ -40,7 +39,7 @@ def test_parts_stand_by_name_and_weight_and_make_the_reward(place):
     try:
         parts = task.score(prompt, prompt.answer)
     finally:
-        close_task(task)
+        task.close()
 
     assert parts == (
         RewardPart(name="correct", value=1.0),
@@ -75,12 +74,12 @@ def test_digest_says_names_weights_order_and_files(place):
     for config in tasks:
         task = build_task(config)
         digests.add(task.digest)
-        close_task(task)
+        task.close()
     assert len(digests) == len(tasks)
 
     (place / "mine.py").write_text((place / "mine.py").read_text() + "# changed\n")
     task = build_task(settings(place, MATCH, BRIEF))
-    close_task(task)
+    task.close()
     assert task.digest not in digests
 
 
@@ -91,14 +90,14 @@ def test_a_reward_that_fails_or_says_too_much_fails_them_all_and_is_named(place)
     task = build_task(settings(place, MATCH, broken))
     with pytest.raises(RewardError, match="task.rewards, odd: .*ZeroDivisionError"):
         task.score(task.prompt(0), "1")
-    close_task(task)
+    task.close()
     task = build_task(settings(place, many, {**many, "name": "more"}))
     with pytest.raises(RewardError, match=f"120 parts .* {MAX_REWARD_PARTS} are allowed"):
         task.score(task.prompt(0), "1")
-    close_task(task)
+    task.close()
     task = build_task(settings(place, {**SHAPE, "name": "n" * 64}))
     assert task.score(task.prompt(0), "1")[0].name == "n" * 64 + "/tags"
-    close_task(task)
+    task.close()
 
 
 @pytest.mark.process

@@ -10,11 +10,12 @@ import pytest
 from heterorl.common.errors import ConfigError, EnvironmentFailed
 from heterorl.common.tasks.environments.environment import Observation
 from heterorl.common.tasks.environments.environment_task import EnvironmentSpec, EpisodeLimits
-from heterorl.common.tasks.task import Prompt, close_task
+from heterorl.common.tasks.task import Prompt
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import Conversations
 from tests.support.conversations import CHATML, QWEN3, prompter_of, words_of
 from tests.support.conversations import TOOLS as FAMILY_TOOLS
+from tests.support.plain_task import plain_task
 
 pytestmark = pytest.mark.process
 TOOLS = """
@@ -45,7 +46,7 @@ def task(tmp_path_factory):
         environment_workers=2,
     ))  # fmt: skip
     yield made
-    close_task(made)
+    made.close()
 
 
 @pytest.fixture(scope="module")
@@ -117,7 +118,7 @@ def test_environments_of_one_name_in_two_directories_have_their_own_tools(prompt
     limits = EpisodeLimits(max_turns=2, trajectory_s=1.0)
     with_tools, without = Named(*FAMILY_TOOLS), Named()
     specs = [EnvironmentSpec(episodes=each, limits=limits, row={}, seed=0) for each in (with_tools, without)]
-    task = SimpleNamespace(
+    task = plain_task(
         environments=(with_tools, without), environment_of=lambda prompt: specs[prompt.index % 2], num_prompts=4,
         prompt=lambda index: Prompt(index=index, text="x", answer=""),
     )  # fmt: skip
@@ -161,14 +162,14 @@ def test_environment_that_differs_from_itself_is_refused_and_each_is_tried_once(
         ConfigError, match="state:Grows differs from itself with equal row, seed and turn: keep no state"
     ):
         conversations(grows, prompter).try_episodes()
-    told = SimpleNamespace(
+    told = plain_task(
         environments=notes.environments, environment_of=notes.environment_of, num_prompts=64,
         prompt=lambda index: (asked.append(index), notes.prompt(index))[1],
     )  # fmt: skip
     conversations(told, prompter).try_episodes()
     assert asked == [0]
     for each in (grows, notes):
-        close_task(each)
+        each.close()
 
 
 def test_turn_that_was_cut_gets_its_end_token_first(task, prompter):

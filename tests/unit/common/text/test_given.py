@@ -15,6 +15,7 @@ from heterorl.common.text.conversation import Conversation, try_prompts, try_tur
 from heterorl.common.text.prompter import Prompter
 from tests.support.conversations import CHATML, FAMILIES, GEMMA, LLAMA3, QWEN3, TOOLS, prompter_of, words_of
 from tests.support.examples import examples
+from tests.support.plain_task import plain_task
 from tests.support.templates import SWITCHED, THINKING
 from tests.support.tokenizers import sentencepiece, words
 
@@ -248,7 +249,7 @@ def test_a_start_measures_prompts_with_the_tools_that_they_show(tmp_path):
     prompter = prompter_of(tmp_path / "model", QWEN3, words_of(eos="<|im_end|>"))
     prompt = Prompt(index=0, text="x", answer="")
     plain, whole = (prompter.encode_prompt(prompt, tools=tools).size for tools in ((), TOOLS))
-    task = SimpleNamespace(num_prompts=1, prompt=lambda index: prompt, environment_of=lambda _: environment)
+    task = plain_task(num_prompts=1, prompt=lambda index: prompt, environment_of=lambda _: environment)
     environment = SimpleNamespace(tools=TOOLS)
 
     def tried(positions):

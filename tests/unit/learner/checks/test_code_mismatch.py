@@ -11,7 +11,7 @@ from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.tasks.rewards.sandbox.code_reward import CodeReward
 from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source
-from heterorl.common.tasks.task import Doubts, close_task
+from heterorl.common.tasks.task import Doubts
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import DropReason, RewardPart, total_reward
 from heterorl.learner.checks.reward_checks import judge_rewards
@@ -122,4 +122,4 @@ def test_a_forged_result_of_code_in_the_sandbox_is_found(tmp_path):
         assert judged(task, part, text="```python\ndef f(x): return 4\n```").is_sound
         assert judged(task, part, text="```python\ndef f(x): return 5\n```").reason is DropReason.CODE_MISMATCH
     finally:
-        close_task(task)
+        task.close()

@@ -9,7 +9,7 @@ import pytest
 from heterorl.common.errors import ConfigError, RewardError
 from heterorl.common.identity.signing import new_key
 from heterorl.common.tasks.rewards.remote_reward import sign
-from heterorl.common.tasks.task import Message, close_task, messages_of
+from heterorl.common.tasks.task import Message, messages_of
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import DropReason, RewardPart, total_reward
 from heterorl.common.wire.rollout_messages import pushed_from_pb
@@ -18,6 +18,7 @@ from heterorl.learner.checks.reward_checks import check_trust, judge_rewards
 from heterorl.v1 import rollout_pb2
 from tests.support.groups import push_of
 from tests.support.learner_world import queued
+from tests.support.plain_task import plain_task
 from tests.support.reward_service import serving
 
 TEXT = "what it says"
@@ -35,7 +36,7 @@ def task(request, signer):
     style |= {"signed_by": [signer.public_key]} if getattr(request, "param", "") == "signed" else {}
     task = build_task(TaskConfig(digits=1, rewards=[{"kind": "match", "name": "correct"}, style]))
     yield task
-    close_task(task)
+    task.close()
 
 
 def group_with(*parts, reward=None):
@@ -116,7 +117,7 @@ def test_a_learner_that_nothing_could_reach_does_not_start(task):
 
 
 def test_a_learner_does_not_start_with_an_environment_that_it_cannot_step_again_and_no_site_to_trust():
-    task, repeats = (SimpleNamespace(environments=(SimpleNamespace(name="maze", is_deterministic=word),))
+    task, repeats = (plain_task(environments=(SimpleNamespace(name="maze", is_deterministic=word),))
                      for word in (False, True))  # fmt: skip
 
     with pytest.raises(ConfigError, match=r"^verification\.trust_rewards_of: maze is not deterministic"):
@@ -130,7 +131,7 @@ def test_groups_of_such_an_environment_are_trained_on_from_a_trusted_site_alone(
     group = group_with(CORRECT)
     # Chance may decide the first messages, so the prompt is not compared; to make it would begin an episode.
     conversations = SimpleNamespace(at=lambda index: SimpleNamespace(name="maze", is_deterministic=False))
-    task = SimpleNamespace(num_prompts=1)
+    task = plain_task(num_prompts=1)
 
     def judged_by(*trusted):
         return judge_rewards(
@@ -181,4 +182,4 @@ def test_a_signed_value_goes_the_whole_way_from_its_service_to_the_check(signer)
             assert judged(task, group).is_sound
             assert len(server.asked) == num_asked == 1
         finally:
-            close_task(task)
+            task.close()

@@ -8,7 +8,6 @@ import pytest
 
 from heterorl.common.errors import RewardError
 from heterorl.common.tasks.rewards import answer_match
-from heterorl.common.tasks.task import close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import DropReason, RewardPart
 from heterorl.learner.checks.reward_checks import judge_rewards
@@ -33,7 +32,7 @@ def task(request, tmp_path_factory):
         patch.setattr(answer_match, "PATIENCE", 1000.0)
         task = build_task(TaskConfig.model_validate(source))
     yield task
-    close_task(task)
+    task.close()
 
 
 def judged(task, directory, *stated):

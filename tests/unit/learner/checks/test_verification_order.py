@@ -20,9 +20,10 @@ from heterorl.learner.run.inbox import Inbox, feed
 from heterorl.learner.sample_notes import SampleNotes
 from tests.support.learner_world import GROUP_SIZE, VOCAB, queued
 from tests.support.limits import WAIT_S
+from tests.support.plain_task import PlainTask
 
 
-class SlowTask:
+class SlowTask(PlainTask):
     """A task whose reward of some prompts waits for the test; every other reward is the one that was sent."""
 
     num_prompts = 1000

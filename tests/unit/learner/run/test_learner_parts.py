@@ -33,6 +33,7 @@ from heterorl.learner.sample_notes import SampleNotes
 from heterorl.learner.step_metrics import StepTimer
 from tests.support.learner_world import GROUP_SIZE, VOCAB, make_contract, make_group, queued
 from tests.support.limits import WAIT_S
+from tests.support.plain_task import PlainTask
 
 LIMITS = Limits(group_size=GROUP_SIZE, vocab_size=VOCAB, max_sequence_tokens=0)
 
@@ -331,7 +332,7 @@ async def test_overload_of_the_coordinator_ends_neither_renewal_nor_lease():
 
 def test_no_site_foresees_which_groups_are_checked():
     """A draw that a seed of the run or of the process decides could be repeated elsewhere."""
-    parts = SimpleNamespace(verification=SimpleNamespace(task=None, replayer=None))
+    parts = SimpleNamespace(verification=SimpleNamespace(task=PlainTask(), replayer=None))
     verifier = learner_app._verifier(LearnerConfig(), parts, api=None, backoff=None, trust=None, busy=None)
 
     assert type(verifier.rng) is random.SystemRandom

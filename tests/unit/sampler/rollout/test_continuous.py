@@ -6,6 +6,7 @@ import threading
 import pytest
 
 from heterorl.common.errors import EngineDied, RewardError
+from heterorl.common.tasks.task import TaskWrapper
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.sealed_groups import open_group
 from heterorl.sampler.outbox.outbox import Outbox
@@ -36,19 +37,14 @@ async def generating(world, *, groups=1):
     await world.until(lambda: world.outbox.next_sequence > groups)
 
 
-class SlowTask:
+class SlowTask(TaskWrapper):
     """Scores in threads; those of some prompts wait until they are let go, or fail then."""
 
-    num_workers = 4
-
     def __init__(self, task):
-        self._task = task
+        super().__init__(task, digest=task.digest, num_workers=4)
         self.slow = set()
         self.go = threading.Event()
         self.fails = False
-
-    def __getattr__(self, name):
-        return getattr(self._task, name)
 
     def score(self, prompt, completion):
         if prompt.index in self.slow:

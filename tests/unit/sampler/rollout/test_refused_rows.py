@@ -13,11 +13,11 @@ from heterorl.common.generation.inference_engine import NUM_SEQUENCES, canary_te
 from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.process import metrics
 from heterorl.common.tasks.rewards import answer_match
-from heterorl.common.tasks.task import close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import try_prompts
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.rollout import ReturnReason, RewardPart
+from tests.support.plain_task import PlainTask
 from tests.support.run import CONTRACT
 from tests.support.sampler_world import World
 
@@ -56,7 +56,7 @@ def rows_of(path, *, refused, long=()):
     return build_task(config)
 
 
-class RunTask:
+class RunTask(PlainTask):
     """A task's prompts under the digest of the tests' contract; scoring fails for some answers."""
 
     digest = CONTRACT.task_digest
@@ -207,7 +207,7 @@ async def test_rows_whose_answers_cannot_be_read_are_not_generated(world, tmp_pa
         await world.until_acknowledged(2 * CONTRACT.num_prompts)
         found = await closed(world)
     finally:
-        close_task(task)
+        task.close()
 
     assert found[ReturnReason.REWARD_FAILED] >= 3
     # No reward was asked for in vain: the engine saw none of them.
@@ -227,7 +227,7 @@ async def test_completions_that_take_too_long_to_compare_are_wrong_answers(world
         assert not world.prompter.first
         assert await closed(world) == {}
     finally:
-        close_task(task)
+        task.close()
 
     assert metrics.REWARD_ERRORS._value.get() == world.errors_before
 
@@ -351,7 +351,7 @@ def test_canary_of_an_environment_is_the_same_after_failures_or_the_start_ends(p
         try:
             return [text.prompt.tolist() for text in canary_texts(task, prompter)]
         finally:
-            close_task(task)
+            task.close()
 
     assert ids_of(2) == ids_of(0)
     assert caplog.text.count("held-out prompt 1 is asked for again: no episode of prompt 1 begins") == 2

@@ -16,7 +16,6 @@ from heterorl.common.generation.tiny_model import EOS, write_tiny_model
 from heterorl.common.model.tensors import store
 from heterorl.common.process import logs
 from heterorl.common.process.clock import SystemClock
-from heterorl.common.tasks.task import Prompt, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import Digest, LogprobMode, SamplingSemantics, SiteId
@@ -25,25 +24,18 @@ from heterorl.common.weights.arena import Arena
 from heterorl.sampler.rollout.completion_collector import WorkLog
 from heterorl.sampler.rollout.group_builder import GroupBuilder
 from tests.support.limits import WAIT_S
+from tests.support.plain_task import PlainTask
 from tests.support.sampler_world import World
 
 ROOT = Digest("ab" * 32)
 BROKEN = 13
 
 
-class LengthTask:
+class LengthTask(PlainTask):
     """Rewards length in two parts; its verifier breaks on prompt 13."""
-
-    digest = Digest("00" * 32)
-    num_prompts = num_evaluation_prompts = 100
 
     def __init__(self):
         self.seen = []
-
-    def prompt(self, index):
-        return Prompt(index=index, text=f"{index}+1=", answer="")
-
-    evaluation_prompt = prompt
 
     def score(self, prompt, completion):
         self.seen.append((prompt.index, completion))
@@ -218,7 +210,7 @@ async def test_a_reward_that_hangs_costs_its_own_group_only(parts, tmp_path, cap
         await world.until(lambda: "the reward function failed on prompt 2: no answer in 0.5 s" in caplog.text)
     finally:
         await world.close()
-        close_task(task)
+        task.close()
 
     assert "the reward function failed on prompt 2: the process was ended by SIGKILL" in caplog.text
 

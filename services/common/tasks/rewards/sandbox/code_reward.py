@@ -33,8 +33,7 @@ from heterorl.common.tasks.rewards.sandbox.bubblewrap import (
     find_sandbox,
 )
 from heterorl.common.tasks.rewards.worker_pool import NEAR, PATIENCE, START_TIMEOUT_S, NearLimit, WorkerPool
-from heterorl.common.tasks.task import WHOLE, AnswerProblem, Doubts, Prompt
-from heterorl.common.types.common import Digest
+from heterorl.common.tasks.task import WHOLE, AnswerProblem, Doubts, Prompt, RewardSource
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
 
@@ -410,8 +409,8 @@ def code_of(completion: str, *, needs_block: bool) -> str | None:
     return code if code.strip() and len(code) <= MAX_CODE_CHARS else None
 
 
-class CodeReward:
-    """Whether a completion's code passes its prompt's tests; implements RewardSource."""
+class CodeReward(RewardSource):
+    """Whether a completion's code passes its prompt's tests."""
 
     def __init__(self, config: CodeRewardConfig, *, key: str, timeout_s: float, num_workers: int) -> None:
         """Test the sandbox or raise ConfigError; `timeout_s`: processor time of all tests."""
@@ -419,7 +418,6 @@ class CodeReward:
         self.num_workers = num_workers
         # The worker counts the time; this limit ends a worker that fails to.
         self.pool = WorkerPool(job, timeout_s=START_TIMEOUT_S + PATIENCE * timeout_s, num_workers=num_workers)
-        self.close = self.pool.close
         self._key, self._near = key, NearLimit()
         try:
             facts = self.pool.start()
@@ -429,7 +427,10 @@ class CodeReward:
             facts["python"], config.credit, config.needs_block, config.test_timeout_s, timeout_s, config.memory_bytes,
             config.num_processes, config.work_bytes, config.output_bytes,
         ]  # fmt: skip
-        self.digest: Digest = bytes_digest(json.dumps(["code 11", *stated]).encode())
+        self.digest = bytes_digest(json.dumps(["code 11", *stated]).encode())
+
+    def close(self) -> None:
+        self.pool.close()
 
     def score(self, prompt: Prompt, completion: str) -> tuple[RewardPart, ...]:
         """Value of the tests; raises RewardError without tests or a sandbox."""

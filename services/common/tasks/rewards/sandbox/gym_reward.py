@@ -30,8 +30,7 @@ from heterorl.common.tasks.rewards.worker_pool import (
     WorkerLost,
     WorkerPool,
 )
-from heterorl.common.tasks.task import Doubts, Prompt
-from heterorl.common.types.common import Digest
+from heterorl.common.tasks.task import Doubts, Prompt, Task
 from heterorl.common.types.rollout import RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
 
@@ -95,8 +94,8 @@ def _places() -> tuple[list[str], list[str]]:
 _PART = "score"
 
 
-class ReasoningGymTask:
-    """A dataset of reasoning-gym; implements Task."""
+class ReasoningGymTask(Task):
+    """A dataset of reasoning-gym."""
 
     def __init__(self, name: str, config: SourceConfig) -> None:
         """Make the pool; the first score starts a worker.
@@ -119,14 +118,13 @@ class ReasoningGymTask:
         self.num_workers = config.reward_workers
         self.num_prompts, self.num_evaluation_prompts = config.size, config.evaluation_size
         stated = f"{version} {name} {config.size} {config.evaluation_size} {config.seed} {self._limit_s:g}"
-        self.digest: Digest = bytes_digest(f"reasoning_gym 7 {stated}".encode())
+        self.digest = bytes_digest(f"reasoning_gym 7 {stated}".encode())
         job = {
             **entries, "kind": "gym", "version": version, "cpu_s": self._limit_s, "timeout_s": PATIENCE * self._limit_s,
         }  # fmt: skip
         # The worker counts the time; this limit ends a worker that fails to.
         patience_s = SERVE_TIMEOUT_S + PATIENCE * self._limit_s
         self.pool = WorkerPool(job, timeout_s=patience_s, num_workers=self.num_workers)
-        self.close = self.pool.close
         # Report a wrong name, or a dataset too small to be split, at the start.
         self._entry(0, False)
         self._entry(0, True)
@@ -164,6 +162,9 @@ class ReasoningGymTask:
         if reply["share"] > NEAR:
             self._near.add(prompt.index, completion)
         return (RewardPart(name=_PART, value=float(reply["value"])),)
+
+    def close(self) -> None:
+        self.pool.close()
 
     def doubts(self, prompt: Prompt, completion: str) -> Doubts:
         return Doubts(near=self._near.names(_PART, prompt.index, completion))

@@ -13,14 +13,12 @@ from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.environment_task import (
     EnvironmentTask,
     EpisodeLimits,
-    environment_of,
     environment_problem,
-    environments_of,
     numbers_task,
     seed_of,
 )
 from heterorl.common.tasks.rewards.worker_pool import NoAnswer
-from heterorl.common.tasks.task import Message, Prompt, close_task
+from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.text.conversation import try_prompts, try_reward
 from heterorl.common.text.prompter import Prompter
@@ -103,7 +101,7 @@ def made(place):
 
     yield make
     for each in tasks:
-        close_task(each)
+        each.close()
 
 
 def test_prompts_are_the_first_messages_of_episodes_with_seeds_of_their_own(made):
@@ -171,14 +169,14 @@ def test_a_process_builds_an_endless_data_set_before_its_episodes(monkeypatch):
 def test_members_of_a_group_open_the_episode_that_gave_the_prompt(made):
     task = made()
     prompt = task.evaluation_prompt(1)
-    spec = environment_of(task, prompt)
+    spec = task.environment_of(prompt)
 
     assert (spec.limits.max_turns, spec.limits.trajectory_s, spec.row) == (8, 600.0, {"seed": spec.seed})
     with spec.open() as one, spec.open() as other:
         assert one.first == other.first == (Message(role="user", content=prompt.text),)
-    assert environments_of(task) == (spec.episodes,)
-    assert environment_of(build_task(TaskConfig(digits=1)), prompt) is None
-    assert environments_of(build_task(TaskConfig(digits=1))) == ()
+    assert task.environments == (spec.episodes,)
+    assert build_task(TaskConfig(digits=1)).environment_of(prompt) is None
+    assert build_task(TaskConfig(digits=1)).environments == ()
 
 
 def test_first_messages_that_change_with_the_day_cost_one_group_and_no_later_one(made, place):
@@ -198,7 +196,7 @@ def test_rows_with_prompts_keep_them_and_reach_the_environment(made, place):
     prompt = task.prompt(0)
 
     assert prompt.text.endswith(" + 1?")
-    assert environment_of(task, prompt).row == {
+    assert task.environment_of(prompt).row == {
         "prompt": prompt.text, "answer": prompt.answer, "level": 2, "messages": [{"role": "user", "content": prompt.text}]
     }  # fmt: skip
     assert {part.name: part.value for part in task.score(prompt, prompt.answer)} == {"right": 1.0, "length": 1.0}
@@ -209,7 +207,7 @@ def test_rows_need_no_answer_and_scores_stay_in_the_environments_processes(made,
     (place / "bare.jsonl").write_text('{"prompt": "Go."}\n{"prompt": "Stop."}\n')
     task = made(name=f"jsonl:{place}/bare.jsonl")
 
-    row = environment_of(task, task.prompt(0)).row
+    row = task.environment_of(task.prompt(0)).row
     assert row == {"prompt": task.prompt(0).text, "messages": [{"role": "user", "content": task.prompt(0).text}]}
     assert task.score(task.prompt(0), "abc")[1].value == 3.0
 
@@ -236,7 +234,7 @@ def test_first_messages_follow_the_system_prompt(made, place):
 def test_tools_are_shown_and_the_row_reaches_their_score(made, place):
     task = made("tools.py", name=f"jsonl:{place}/rows.jsonl")
     prompt = task.prompt(0)
-    spec = environment_of(task, prompt)
+    spec = task.environment_of(prompt)
 
     assert spec.tools[0]["function"]["name"] == "add"
     with spec.open() as episode:
@@ -303,7 +301,7 @@ def test_a_prompt_of_which_no_episode_begins_is_refused_and_ends_nothing(made, p
             prompter.encode_prompt(prompt)
     with pytest.raises(ConfigError, match="all of 5 prompts that were tried are refused: no|prompt 4 has no text"):
         try_prompts(mixed, prompter, room=TokenLimits(vocab_size=1000, positions=0), max_new_tokens=8)
-    close_task(mixed)
+    mixed.close()
 
 
 @pytest.mark.parametrize(
@@ -324,7 +322,7 @@ def test_digest_is_of_what_nodes_must_agree_on(made, changes, is_other):
 
 def test_digest_is_of_the_system_prompt_where_the_environment_has_the_rows(made):
     limits, rows = EpisodeLimits(max_turns=2, trajectory_s=9.0), numbers_task(num_rows=9, size=4, evaluation_size=2)
-    (game,) = environments_of(made())
+    (game,) = made().environments
 
     tasks = [EnvironmentTask(rows, game, limits, seed=0, system_prompt=words) for words in ("", "", "Be brief.")]
 
@@ -355,17 +353,17 @@ def test_a_mixture_has_sources_with_and_without_environments(place):
     found = {}
     for index in range(task.num_prompts):
         found.setdefault(task.source_of(index), index)
-    specs = {label: environment_of(task, task.prompt(index)) for label, index in found.items()}
+    specs = {label: task.environment_of(task.prompt(index)) for label, index in found.items()}
 
     assert {label: spec and spec.episodes.name for label, spec in specs.items()} == {
         "sums": None, "games": "games:Game", "tools": "tools.py", "judged": None
     }  # fmt: skip
-    assert [each.name for each in environments_of(task)] == ["games:Game", "tools.py"]
+    assert [each.name for each in task.environments] == ["games:Game", "tools.py"]
     with specs["games"].open() as episode:
         assert episode.first[0].content == task.prompt(found["games"]).text
     prompt = task.prompt(found["games"])
     assert task.score(prompt, "abc")[1].value == 3.0
-    close_task(task)
+    task.close()
 
 
 def test_what_does_not_go_together_is_refused(made, place):
@@ -398,4 +396,4 @@ def test_a_prompt_is_one_of_this_task(made):
     task = made()
 
     with pytest.raises(AssertionError, match="a prompt of this task"):
-        environment_of(task, Prompt(index=0, text="?", answer=""))
+        task.environment_of(Prompt(index=0, text="?", answer=""))

@@ -18,7 +18,7 @@ from heterorl.common.tasks.rewards.weighted import NamedReward, WeightedTask
 from heterorl.common.tasks.rewards.worker_pool import NearLimit
 from heterorl.common.tasks.sources import mixture as mixture_module
 from heterorl.common.tasks.sources.mixture import MixtureTask, Source, num_trained_on
-from heterorl.common.tasks.task import Doubts, evaluation_source_of, source_of
+from heterorl.common.tasks.task import Doubts
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import QueuedGroup
 from heterorl.learner.train.completion_stats import by_source
@@ -38,9 +38,9 @@ def test_a_pass_has_every_prompt_and_the_sources_in_their_shares():
     task = build_task(config)
 
     # 90 prompts each; shares 3 : 1, so that `long` has one position a prompt and `small` three
-    labels = Counter(source_of(task, index) for index in range(task.num_prompts))
+    labels = Counter(task.source_of(index) for index in range(task.num_prompts))
     assert labels == {"small": 270, "long": 90}
-    texts = Counter((source_of(task, index), task.prompt(index).text) for index in range(task.num_prompts))
+    texts = Counter((task.source_of(index), task.prompt(index).text) for index in range(task.num_prompts))
     assert {count for (label, _), count in texts.items() if label == "small"} == {3}
     assert {count for (label, _), count in texts.items() if label == "long"} == {1}
     assert len(texts) == 180
@@ -52,12 +52,12 @@ def test_each_prompt_is_scored_by_its_own_task():
         prompt = task.prompt(index)
         (part,) = task.score(prompt, prompt.answer)
         assert part.value == 1.0
-        assert part.name == {"small": "correct", "long": "right_terms"}[source_of(task, index)]
+        assert part.name == {"small": "correct", "long": "right_terms"}[task.source_of(index)]
     for index in range(task.num_evaluation_prompts):
         held_out = task.evaluation_prompt(index)
         (part,) = task.score(held_out, held_out.answer)
         assert part.value == 1.0
-        assert part.name == {"small": "correct", "long": "right_terms"}[evaluation_source_of(task, index)]
+        assert part.name == {"small": "correct", "long": "right_terms"}[task.evaluation_source_of(index)]
 
 
 def test_source_that_holds_out_billions_fits_into_memory(monkeypatch):
@@ -73,7 +73,7 @@ def test_a_source_without_end_mixes_with_equal_weights(digits):
     task = build_task(mixture({**SMALL, "weight": 1}, {"label": "large", "name": "arithmetic", "digits": digits}))
 
     assert task.num_prompts == 2 << 32
-    assert [source_of(task, index) for index in (0, task.num_prompts - 1)] == ["small", "large"]
+    assert [task.source_of(index) for index in (0, task.num_prompts - 1)] == ["small", "large"]
 
 
 def test_the_first_held_out_prompts_have_the_shares():

@@ -11,7 +11,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from heterorl.common.tasks.task import answer_problem_of, close_task
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 
 pytestmark = [pytest.mark.process, pytest.mark.slow]
@@ -247,10 +246,10 @@ def test_a_public_set_is_scored_as_a_person_would(tmp_path, name):
     task = opened(tmp_path, one)
     try:
         prompt = task.prompt(0)
-        assert answer_problem_of(task, prompt) is None
+        assert task.answer_problem(prompt) is None
         worth = {text: sum(part.value for part in task.score(prompt, text)) for text in [*one.right, *one.wrong]}
     finally:
-        close_task(task)
+        task.close()
 
     assert [text for text in one.right if worth[text] != 1.0] == []
     assert [text for text in one.wrong if worth[text] != 0.0] == []

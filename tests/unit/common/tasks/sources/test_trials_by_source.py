@@ -9,12 +9,13 @@ from heterorl.common.tasks.sources.mixture import MixtureTask, Source
 from heterorl.common.tasks.task import AnswerProblem, Prompt
 from heterorl.common.text.conversation import try_answers, try_prompts, try_reward
 from heterorl.common.types.rollout import RewardPart
+from tests.support.plain_task import PlainTask
 
 NUM = 64
 ROOM = TokenLimits(vocab_size=1000, positions=0)
 
 
-class Rows:
+class Rows(PlainTask):
     """A task some of whose prompts, answers or rewards fail."""
 
     num_prompts, num_evaluation_prompts = NUM, 1
@@ -26,8 +27,6 @@ class Rows:
     def prompt(self, index):
         refusal = f"reset of prompt {index} raised" if index in self._refused else ""
         return Prompt(index=index, text="p", answer="1", refusal=refusal)
-
-    evaluation_prompt = prompt
 
     def answer_problem(self, prompt):
         if prompt.index in self._unreadable:

@@ -13,10 +13,9 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from heterorl.common.errors import ConfigError, ServiceUnreachable
+from heterorl.common.process.hub import is_away
 
 ANSWER_S = 5.0
-_LATER = (408, 429)
-"""Refusals of the moment."""
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
@@ -122,16 +121,14 @@ def _ask_hub(name: str) -> None:
         get_hf_file_metadata(hf_hub_url(name, "config.json", endpoint=hub), timeout=ANSWER_S)
     except Exception as error:
         # Of the library and its HTTP client, which differ by release.
-        status = getattr(getattr(error, "response", None), "status_code", 0)
         problem = f"there is no directory {name}, and the hub at {urlsplit(hub).hostname}"
-        if 400 <= status < 500 and status not in _LATER:
-            problem = f"{problem} has no such model, or not for this user: it answers {status}"
-            raise ConfigError("model_dir", problem, action="correct it, or set HF_TOKEN") from error
-        # A restart may find the hub again.
-        action = "correct it if it is mistyped; else restore the way to the hub, and the next start asks again"
-        raise ServiceUnreachable(
-            "model_dir", f"{problem} does not answer: {first_line(error)}", action=action
-        ) from error
+        if is_away(error):
+            action = "correct it if it is mistyped; else restore the way to the hub, and the next start asks again"
+            raise ServiceUnreachable(
+                "model_dir", f"{problem} does not answer: {first_line(error)}", action=action
+            ) from error
+        problem = f"{problem} has no such model, or not for this user: {first_line(error)}"
+        raise ConfigError("model_dir", problem, action="correct it, or set HF_TOKEN") from error
 
 
 def copy_tokenizer(model_dir: str, out_dir: Path) -> None:

@@ -128,10 +128,10 @@ def test_a_model_that_the_hub_does_not_have_needs_its_operator(monkeypatch, stat
         check_model_dir("someone/some-modle")
 
     assert caught.value.exit_code == 2
-    assert str(caught.value) == (
-        "model_dir: there is no directory someone/some-modle, and the hub at 127.0.0.1 has no such model, or not for "
-        f"this user: it answers {status} (correct it, or set HF_TOKEN)"
-    )
+    text = str(caught.value)
+    assert "has no such model, or not for this user: " in text
+    assert str(status) in text
+    assert text.endswith("(correct it, or set HF_TOKEN)")
 
 
 @pytest.mark.parametrize("status", [408, 429, 500, 503])

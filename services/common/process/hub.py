@@ -1,4 +1,4 @@
-"""Whether a hub of models and data sets refused, or gave no answer for now."""
+"""Whether a hub of models refused, or is away for now."""
 
 _CLIENTS = ("httpx", "httpx2", "requests")
 """HTTP clients of huggingface_hub, by release."""

@@ -107,7 +107,7 @@ def contract_difference(stated: Contract, offered: Contract) -> str:
 
 
 def contract_remedy(difference: str) -> str:
-    """What a site does about a difference; names the files behind a digest."""
+    """What a site does about a difference; names files."""
     return _REMEDIES[re.split(r"\W", difference, maxsplit=1)[0]]
 
 

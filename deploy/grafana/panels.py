@@ -364,9 +364,10 @@ SITES_BOARD = Dashboard(
               queries=_rate("heterorl_sampler_engine_failures_total", "{{site}} {{reason}}", SITE, "site", "reason"),
               note="stale: after a swap the engine did not compute with the new weights; it is started again."),
         Panel(title="Verifier failures", unit="ops", minimum=0,
-              queries=_rate("heterorl_sampler_reward_errors_total", "{{site}}", SITE, "site")),
+              queries=_rate("heterorl_sampler_reward_errors_total", "{{site}} {{source}}", SITE, "site", "source")),
         Panel(title="Refused prompts", unit="ops", minimum=0,
-              queries=_rate("heterorl_sampler_refused_prompts_total", "{{site}} {{reason}}", SITE, "site", "reason"),
+              queries=_rate("heterorl_sampler_refused_prompts_total", "{{site}} {{source}} {{reason}}", SITE,
+                            "site", "source", "reason"),
               note="Rows that the template refuses, or too long for the engine; the sampler's log names them."),
         Panel(title="Share of a trajectory's time in its environment", unit="percentunit", minimum=0, maximum=1,
               queries=_query(

@@ -29,7 +29,7 @@ from heterorl.common.errors import ConfigError, HeterorlError, install_command
 from heterorl.common.identity.spiffe import Role
 from heterorl.common.rpc.maintenance import Diagnosis
 from heterorl.common.types.common import NO_LORA, Contract, Digest, amount
-from heterorl.coordinator.versions.lineage import contract_difference
+from heterorl.coordinator.versions.lineage import contract_difference, contract_remedy
 from heterorl.doctor.check import TIMEOUT, UNSTATED, Check, Failure, fail, ok, skip, warn
 
 NUM_SYNCS = 16
@@ -238,20 +238,6 @@ DEVICE_TIMES = {Role.LEARNER: 11, Role.SAMPLER: 2}
 DISK_TIMES = {Role.LEARNER: (7, 21)}
 """Disk in the same units, of one checkpoint (14 bytes a parameter) and of three: without room for the next one the
 check fails, for three with the kept ones it warns. Other roles: 1 and 2."""
-_CONTRACT = {
-    "tokenizer_digest": "copy the run's model directory again: the tokenizer differs",
-    "chat_template_digest": "set use_chat_template as the learner does, and use the run's tokenizer",
-    "task_digest": "copy the learner's [task], and its data, reward and environment files; the logs have each digest",
-    "num_prompts": "copy the learner's [task], with the same data file",
-    "layout_id": "set model_dir to the run's model and published_dtype to the learner's",
-    "vocab_size": "set model_dir to the run's model",
-    "group_size": "set group_size as the learner does",
-    "sampling": "copy the learner's [sampling]",
-    "lora": "copy the learner's [lora]",
-    "task": "copy the learner's [task]",
-    "trajectory_s": "set task.trajectory_s as the learner does",
-    "routed_token_bytes": "set sampling.router_replay as the learner does",
-}
 
 
 def judge_disk(fact: Disk | Failure, *, key: str, role: Role, state_bytes: int) -> Check:
@@ -356,7 +342,7 @@ def judge_contract(fact: Contract | Failure | None, *, diagnosis: Diagnosis | No
     if not difference:
         return ok("contract", "model, tokenizer, task and sampling match the run")
     shown = re.sub(r"[0-9a-f]{64}", lambda digest: f"{digest[0][:12]}...", difference)
-    return fail("contract", shown, _CONTRACT[difference.partition(":")[0].partition(".")[0]])
+    return fail("contract", shown, contract_remedy(difference))
 
 
 def judge_loss(loss: Any, *, max_new_tokens: int) -> Check:

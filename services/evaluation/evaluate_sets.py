@@ -84,6 +84,8 @@ async def _evaluate(subject: Subject, of: SiteSet, on_prompt: Callable[[PromptRe
         # A thread that waits for the engine would delay the end of the loop.
         engine.cancel()
         evaluator.close()
+        # An error that nothing takes is logged when its future is collected.
+        await asyncio.gather(collecting, evaluating, return_exceptions=True)
     if results and len(evaluator.refused) == len(results):
         raise next(iter(evaluator.refused.values()))
     return results

@@ -14,7 +14,7 @@ from typing import Any
 
 from heterorl.common.api import OperatorApi, every_evaluation, every_step
 from heterorl.common.errors import CorruptStore, OperatorError
-from heterorl.common.process.files import journal_rows
+from heterorl.common.process.files import BAD_ROW, journal_rows
 from heterorl.common.types.common import StepReport, value_of_row
 from heterorl.common.types.evaluation import Evaluation
 from heterorl.common.types.run import (
@@ -188,11 +188,17 @@ def _with_journal(run: PastRun, journal: Path | None) -> PastRun:
 def _from_journal(directory: Path) -> PastRun:
     try:
         reports = [value_of_row(StepReport, row) for row in journal_rows(directory / STEPS_FILE)]
-        versions = {row["version"]: row for row in journal_rows(directory / VERSIONS_FILE)}
-        evaluations = {row["version"]: row for row in journal_rows(directory / EVALUATIONS_FILE)}
+        versions = {
+            int(row["version"]): {name: int(row[name]) for name in ("version", "bytes", "full_bytes")}
+            for row in journal_rows(directory / VERSIONS_FILE)
+        }
+        evaluations = {
+            int(row["version"]): row | {"accuracy": None if row["accuracy"] is None else float(row["accuracy"])}
+            for row in journal_rows(directory / EVALUATIONS_FILE)
+        }
         path = directory / RUN_FILE
         config = dict(json.loads(path.read_text(encoding="utf-8"))) if path.is_file() else {}
-    except (ValueError, TypeError, KeyError, RecursionError) as error:
+    except BAD_ROW as error:
         raise CorruptStore(f"{directory}: a journal has a bad row: {error}") from error
     return PastRun(
         run_id="",

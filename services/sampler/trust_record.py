@@ -30,7 +30,15 @@ from typing import Any
 
 from heterorl.common.errors import CorruptStore, DiskFull, OperatorError, UnknownVersion, UnprovenDescent
 from heterorl.common.identity.signing import UNSIGNED
-from heterorl.common.process.files import cut_torn_line, make_directory, replacing, room, sync_directory, write_all
+from heterorl.common.process.files import (
+    BAD_ROW,
+    cut_torn_line,
+    make_directory,
+    replacing,
+    room,
+    sync_directory,
+    write_all,
+)
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, Manifest
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
@@ -137,7 +145,7 @@ class TrustRecord:
         for number, line in enumerate(cut_torn_line(self.path).splitlines(), start=1):
             try:
                 seen = _parse(json.loads(line))
-            except (ValueError, KeyError, TypeError, AttributeError) as error:
+            except BAD_ROW as error:
                 action = "move it away; versions seen before are then not recognised"
                 raise CorruptStore(f"{self.path}, line {number}: {error}", action=action) from error
             self._add(seen)

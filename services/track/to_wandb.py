@@ -112,7 +112,8 @@ def read_back(rows: Iterable[Mapping[str, Any]]) -> tuple[int, Had]:
 
 def rows_of_run(directory: Path, run: str) -> Iterator[dict[str, Any]]:
     """Rows of history in all files of a run in W&B's directory."""
-    pattern = f"offline-run-*-{glob.escape(run)}/run-{glob.escape(run)}.wandb"
+    # A directory's name also has a number where another one of its second exists; the file's has the run alone.
+    pattern = f"offline-run-*/run-{glob.escape(run)}.wandb"
     for path in sorted((directory / "wandb").glob(pattern)):
         yield from rows_in(path)
 

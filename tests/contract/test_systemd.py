@@ -111,26 +111,15 @@ def test_unit_says_what_the_service_does(path):
     assert "PYTHONFAULTHANDLER=1" in " ".join(found["Service.Environment"])
 
 
-def limit_of(path):
-    """Starts and seconds, or None without a limit."""
-    found = directives(path)
-    period = found["Unit.StartLimitIntervalSec"][-1]
-    return None if period == "0" else (int(found["Unit.StartLimitBurst"][-1]), seconds(period))
-
-
 def test_services_are_started_again_as_often_as_the_pages_say():
     page, machines = (" ".join((ROOT / "docs" / name).read_text().split()) for name in ("operate.md", "machines.md"))
     assert "start it again without limit" in page
-    (several,) = re.findall(
-        r"starts wrong configurations again too: an agent at most (\d+) times in (\d+) minutes", machines
-    )
+    assert "starts wrong configurations again too, without limit" in machines
     assert "systemd leaves it stopped; Docker starts it again" in page
-    services = {path.stem: limit_of(path) for path in FOLDER.glob("*.service")}
+    services = {path.stem: directives(path)["Unit.StartLimitIntervalSec"] for path in FOLDER.glob("*.service")}
     assert services.keys() == {*ROLES, "heterorl-learner-node@"}
-
-    assert services.pop("heterorl-learner-node@") == (int(several[0]), 60 * int(several[1]))
     # An outage of a server that a service needs at its start lasts longer than any number of starts.
-    assert set(services.values()) == {None}
+    assert set(map(tuple, services.values())) == {("0",)}
     # torchrun's agent does not say what its processes ended with.
     node = directives(FOLDER / "heterorl-learner-node@.service")
     assert "Service.RestartPreventExitStatus" not in node

@@ -381,7 +381,7 @@ async def test_wrong_model_is_named(secure, tmp_path, model_dir):
     checks = await diagnose(secure.address, secure.certificates.tls("sampler"), tmp_path, model_config=config)
 
     assert checks["contract"].level is Level.FAIL
-    assert "the tokenizer differs" in checks["contract"].remedy
+    assert "copy the tokenizer's files" in checks["contract"].remedy
 
     missing = config.model_copy(update={"model_dir": str(tmp_path / "missing")})
     checks = await diagnose(secure.address, secure.certificates.tls("sampler"), tmp_path, model_config=missing)
@@ -403,7 +403,7 @@ async def test_short_file_is_measured_with_what_the_run_states(secure, tmp_path,
     )
     checks = await diagnose(secure.address, tls, tmp_path, model_config=config)
     # That run's tokenizer is none, so this is as far as one gets: the group size was taken from the run.
-    assert "the tokenizer differs" in checks["contract"].remedy
+    assert "copy the tokenizer's files" in checks["contract"].remedy
 
     config = SamplerConfig(model_dir=str(model_dir), join={"max_new_tokens": 1})
     refused = (await diagnose(secure.address, tls, tmp_path, model_config=config))["contract"]

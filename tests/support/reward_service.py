@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import socket
 import ssl
 import threading
 from collections.abc import Callable, Iterator
@@ -36,12 +37,15 @@ class RewardServer:
 
 
 @contextmanager
-def serving(reply: Callable[[dict[str, Any]], Any], *, tls: ssl.SSLContext | None = None) -> Iterator[RewardServer]:
+def serving(
+    reply: Callable[[dict[str, Any]], Any], *, tls: ssl.SSLContext | None = None, host: str = ""
+) -> Iterator[RewardServer]:
     """A server for as long as the block runs.
 
     Args:
         reply: of a document: an object for status 200, or (status, headers, body).
         tls: serves https where it is given.
+        host: a name or address of this machine; by default 127.0.0.1, and localhost of a certificate.
     """
     state = RewardServer(reply)
 
@@ -68,17 +72,18 @@ def serving(reply: Callable[[dict[str, Any]], Any], *, tls: ssl.SSLContext | Non
 
     class Server(ThreadingHTTPServer):
         daemon_threads = True
+        address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
 
         def handle_error(self, *args: Any) -> None:
             """A client that leaves is part of the tests."""
 
-    server = Server(("127.0.0.1", 0), Handler)
+    server = Server((host or "127.0.0.1", 0), Handler)
     if tls is not None:
         server.socket = tls.wrap_socket(server.socket, server_side=True)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
-    host = "https://localhost" if tls is not None else "http://127.0.0.1"
-    state.url = f"{host}:{server.server_address[1]}"
+    scheme, host = ("https", host or "localhost") if tls is not None else ("http", host or "127.0.0.1")
+    state.url = f"{scheme}://{f'[{host}]' if ':' in host else host}:{server.server_address[1]}"
     try:
         yield state
     finally:

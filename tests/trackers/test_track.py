@@ -421,6 +421,21 @@ def test_tensorboard_says_what_it_cannot_write(tmp_path):
         TensorBoard(place(tmp_path))
 
 
+def test_wandb_reads_back_a_run_opened_twice_in_one_second(tmp_path, monkeypatch):
+    """W&B names directories by seconds, and the second one of a second otherwise."""
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setattr(wandb.Settings, "timespec", "20260101_000000")
+    for step in (1, 2):
+        tracker = WandB(place(tmp_path))
+        assert tracker.had.steps == (Mark(step - 1, step - 1) if step > 1 else None)
+        tracker.write([report(step)])
+        tracker.close()
+    wandb.teardown()
+
+    assert len(list((tmp_path / "wandb").glob("offline-run-20260101_000000-run*"))) == 2
+    assert [row["step"] for row in rows_of_run(tmp_path, "run")] == [1, 2]
+
+
 def test_wandb_reads_back_over_blocks_and_before_a_torn_end(tmp_path, told):
     world, _ = told
     path = max((world.directory / "track" / "wandb").glob("offline-run-*/*.wandb"))

@@ -1,22 +1,21 @@
 """Early check of `model_dir`, and copies of its files.
 
 The check comes before a library retries for a minute. A local directory costs no network; a hub id outside the cache
-costs one connection.
+costs one request.
 """
 
 import json
 import os
 import re
 import shutil
-import socket
 from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
-from urllib.request import getproxies
 
 from heterorl.common.errors import ConfigError, ServiceUnreachable
+from heterorl.common.process.hub import is_away
 
-CONNECT_S = 5.0
+ANSWER_S = 5.0
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
 _TOKENIZER_FILES = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
@@ -30,7 +29,7 @@ _ACTION = "name a Hugging Face directory (config.json, tokenizer, safetensors) o
 
 
 def check_model_dir(model_dir: str) -> None:
-    """Check that this model exists, or the hub answers.
+    """Check that this directory exists, or the hub has this model.
     Raises ConfigError; ServiceUnreachable: the hub does not answer."""
     if not model_dir:
         raise ConfigError("model_dir", "is not set", action=_ACTION)
@@ -51,7 +50,7 @@ def check_model_dir(model_dir: str) -> None:
     if any(switch.upper() in {"1", "ON", "YES", "TRUE"} for switch in switches):
         problem = f"there is no directory {model_dir}, and no such model in the cache of the hub, which is switched off"
         raise ConfigError("model_dir", problem, action=_ACTION)
-    _reach_hub(model_dir)
+    _ask_hub(model_dir)
 
 
 def _check_readable(path: Path) -> None:
@@ -110,22 +109,26 @@ def _is_cached(name: str) -> bool:
 
     try:
         return isinstance(try_to_load_from_cache(name, "config.json"), str)
-    except HFValidationError:
-        return False
+    except HFValidationError as error:
+        raise ConfigError("model_dir", f"there is no directory {name}", action=_ACTION) from error
 
 
-def _reach_hub(name: str) -> None:
-    url = urlsplit(os.environ.get("HF_ENDPOINT") or "https://huggingface.co")
-    if url.scheme in getproxies():
-        # The proxy is asked, not the hub.
-        return
-    host, port = url.hostname or "", url.port or (443 if url.scheme == "https" else 80)
+def _ask_hub(name: str) -> None:
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
+
+    hub = os.environ.get("HF_ENDPOINT") or "https://huggingface.co"
     try:
-        socket.create_connection((host, port), timeout=CONNECT_S).close()
-    except OSError as error:
-        problem = f"there is no directory {name}, and the hub at {host} cannot be reached: {error.strerror or error}"
-        # A restart may find the hub again.
-        raise ServiceUnreachable("model_dir", problem, action=_ACTION) from error
+        get_hf_file_metadata(hf_hub_url(name, "config.json", endpoint=hub), timeout=ANSWER_S)
+    except Exception as error:
+        # Of the library and its HTTP client, which differ by release.
+        problem = f"there is no directory {name}, and the hub at {urlsplit(hub).hostname}"
+        if is_away(error):
+            action = "correct it if it is mistyped; else restore the way to the hub, and the next start asks again"
+            raise ServiceUnreachable(
+                "model_dir", f"{problem} does not answer: {first_line(error)}", action=action
+            ) from error
+        problem = f"{problem} has no such model, or not for this user: {first_line(error)}"
+        raise ConfigError("model_dir", problem, action="correct it, or set HF_TOKEN") from error
 
 
 def copy_tokenizer(model_dir: str, out_dir: Path) -> None:

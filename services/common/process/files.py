@@ -159,9 +159,13 @@ def cut_torn_line(path: Path) -> bytes:
     return whole
 
 
+BAD_ROW = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
+"""What a reader of a foreign JSON row meets; an integer of 1e400 is an ArithmeticError."""
+
+
 def journal_rows(path: Path) -> list[dict[str, Any]]:
     """Rows of JSON lines, without an incomplete last one; none without file.
-    Raises ValueError: a row is damaged."""
+    Raises one of BAD_ROW: a row is damaged."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)

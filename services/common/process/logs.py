@@ -18,7 +18,7 @@ FIELDS_VARIABLE = "HETERORL_LOG_FIELDS"
 """Environment variable for child processes in JSON style: the bound fields as JSON."""
 RARELY_S = 60.0
 """Seconds between two lines of Rarely about one kind."""
-_LIBRARIES = ("httpx", "huggingface_hub", "transformers")
+_LIBRARIES = ("httpx", "httpx2", "huggingface_hub", "transformers")
 """Libraries whose INFO lines do not help an operator; two of them add handlers of their own."""
 _fields: dict[str, str] = {}
 

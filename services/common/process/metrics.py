@@ -269,7 +269,10 @@ ENGINE_FAILURES = _counter(
     "reason",
 )
 REFUSED_PROMPTS = _counter(
-    "sampler_refused_prompts_total", "Assignments given back for prompts that template or engine refused.", "reason"
+    "sampler_refused_prompts_total",
+    "Assignments given back for prompts that template or engine refused.",
+    "source",
+    "reason",
 )
 TURNS = _counter("sampler_turns_total", "Turns that the policy drew in environments.", "source")
 TRAJECTORY_SECONDS = _counter(
@@ -282,7 +285,9 @@ TRAJECTORIES = _counter(
     "sampler_trajectories_total", "Members that ended in environments, by finish_reason.", "source", "reason"
 )
 TRAJECTORY_TOKENS = _counter("sampler_trajectory_tokens_total", "Their tokens: drawn, given.", "source", "kind")
-REWARD_ERRORS = _counter("sampler_reward_errors_total", "Verifier failures; each loses the members that were scored.")
+REWARD_ERRORS = _counter(
+    "sampler_reward_errors_total", "Verifier failures; each loses the members that were scored.", "source"
+)
 MAX_MOVES = 50
 """Services of one role on one machine that can share a default port."""
 

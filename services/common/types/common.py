@@ -7,6 +7,7 @@ import enum
 import functools
 import json
 import math
+import operator
 import typing
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
@@ -331,6 +332,8 @@ def _readers(kind: type[Any]) -> dict[str, Callable[[Any], Any]]:
     for name, hint in typing.get_type_hints(kind).items():
         if hint is float:
             found[name] = _number
+        elif hint is int:
+            found[name] = operator.index
         while parts := typing.get_args(hint):
             hint = parts[0]
         if isinstance(hint, type) and dataclasses.is_dataclass(hint):

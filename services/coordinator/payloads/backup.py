@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from heterorl.common.errors import Busy, HeterorlError, InvalidRequest, OperatorError, StoreFull, StoreLost
-from heterorl.common.process.files import NO_ROOM, link_or_copy, make_directory, sync_directory, sync_file
+from heterorl.common.process.files import BAD_ROW, NO_ROOM, link_or_copy, make_directory, sync_directory, sync_file
 from heterorl.common.rpc.maintenance import Backup
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import stated_version, version_words
@@ -219,7 +219,7 @@ def _read_note(directory: Path, run_id: str) -> Backup | None:
     try:
         note, made = json.loads((directory / NOTE).read_text(encoding="utf-8")), (directory / NOTE).stat().st_mtime
         found, owner = Backup(**{name: note[name] for name in _NOTED}, existed_since=made), note["run_id"]
-    except (OSError, ValueError, KeyError) as error:
+    except (OSError, *BAD_ROW) as error:
         raise InvalidRequest(f"name: {directory} exists and is not a backup", action="choose another name") from error
     if owner != run_id:
         raise InvalidRequest(f"name: {directory} is a backup of run {owner}", action="choose another name")

@@ -6,6 +6,7 @@ and consumes its groups. Versions have no gaps. The same step id gives the same 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -40,6 +41,24 @@ _KEYS = {
     "max_trajectory_tokens": "sampling.max_trajectory_tokens",
 }
 """Settings that a node's configuration knows by another name."""
+_REMEDIES = {
+    "tokenizer_digest": "copy the tokenizer's files of the run's model_dir again",
+    "chat_template_digest": "set use_chat_template and chat_template_arguments as the learner does, and copy"
+    " chat_template.jinja and tokenizer_config.json of the run's model_dir",
+    "task_digest": "copy the learner's [task], and its data, reward and environment files: compare the log lines of"
+    " both nodes with `digest`, one for each of these",
+    "num_prompts": "copy the learner's [task], with the same data file",
+    "layout_id": "set model_dir to the run's model and published_dtype to the learner's",
+    "vocab_size": "set model_dir to the run's model",
+    "model_dir": "copy the weights of the run's model_dir again",
+    "group_size": "set group_size as the learner does",
+    "sampling": "copy the learner's [sampling]",
+    "lora": "copy the learner's [lora]",
+    "task": "copy the learner's [task]",
+    "trajectory_s": "set task.trajectory_s as the learner does",
+    "routed_token_bytes": "set sampling.router_replay as the learner does",
+}
+"""What a site does, by the first part of a setting's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,6 +104,11 @@ def contract_difference(stated: Contract, offered: Contract) -> str:
             name, mine, theirs = f"{name}.{part}", getattr(mine, part), getattr(theirs, part)
         return f"{_KEYS.get(name, name)}: the run has {mine}, this node {theirs}"
     return ""
+
+
+def contract_remedy(difference: str) -> str:
+    """What a site does about a difference; names files."""
+    return _REMEDIES[re.split(r"\W", difference, maxsplit=1)[0]]
 
 
 @dataclass(slots=True)
@@ -135,7 +159,8 @@ def agree(connection: Connection, contract: Contract, *, may_state: bool) -> boo
             connection.execute("INSERT INTO meta VALUES ('contract', ?)", (contract_to_bytes(contract),))
         return may_state
     if difference := contract_difference(stated, contract):
-        raise ContractMismatch(difference)
+        # A learner that differs from its own run has no other node to copy from.
+        raise ContractMismatch(difference, action=None if may_state else contract_remedy(difference))
     return True
 
 

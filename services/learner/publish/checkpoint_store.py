@@ -30,7 +30,15 @@ import blake3
 
 from heterorl.common.errors import CorruptData, CorruptStore
 from heterorl.common.model.quantise import Variant, scale_layout
-from heterorl.common.process.files import NO_LINKS, link_or_copy, make_directory, room, sync_directory, sync_file
+from heterorl.common.process.files import (
+    BAD_ROW,
+    NO_LINKS,
+    link_or_copy,
+    make_directory,
+    room,
+    sync_directory,
+    sync_file,
+)
 from heterorl.common.types.common import Digest, StepReport, value_of_row
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
@@ -131,7 +139,7 @@ def cursor_from_bytes(data: bytes) -> Cursor:
         table["manifest"] = bytes.fromhex(table["manifest"])
         table["consumed"] = [dict(zip(_GROUP, entry, strict=True)) for entry in table["consumed"]]
         return value_of_row(Cursor, table)
-    except (ValueError, KeyError, TypeError) as error:
+    except BAD_ROW as error:
         raise CorruptStore(f"not a cursor: {error!r}") from error
 
 
@@ -275,7 +283,7 @@ def read_checkpoint(path: Path) -> Cursor:
         stated = {str(name): Digest(digest) for name, digest in done["files"].items()}
         if done["format"] != FORMAT:
             raise CorruptStore(f"{path} has format {done['format']}, known is {FORMAT}")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except BAD_ROW as error:
         raise CorruptStore(f"{path} was not completed: {error!r}") from error
     present = set(_files(path)) - {DONE_FILE}
     if present != set(stated):

@@ -16,7 +16,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from heterorl.common.process.files import cut_torn_line, make_directory
+from heterorl.common.process.files import BAD_ROW, cut_torn_line, make_directory
 from heterorl.common.types.common import StepReport, strict_json
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind
 from heterorl.common.types.run import EVALUATIONS_FILE, STEPS_FILE, VERSIONS_FILE
@@ -39,7 +39,7 @@ class TrainingLog:
         """Version of the last row; -1 for none or a damaged one."""
         try:
             self.last_version = int(json.loads(lines[-1])["version"]) if lines else NO_VERSION
-        except (ValueError, TypeError, KeyError):
+        except BAD_ROW:
             _LOG.warning("training log %s has a damaged line, no weights depend on it: %.40r", path, lines[-1])
 
     def note_version(

@@ -22,6 +22,7 @@ from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, ends_within, ring_or_time
 from heterorl.common.process.logs import Rarely
 from heterorl.common.tasks.environments.environment_task import cure_of
+from heterorl.common.tasks.task import source_of
 from heterorl.common.types.rollout import FinishReason, ReturnReason, RewardPart
 from heterorl.sampler.outbox.delivery import OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
@@ -129,7 +130,8 @@ class CompletionCollector:
 
     def refuse(self, refused: Sequence[Refused]) -> None:
         for assignment, error in refused:
-            self._returned.append((assignment.id, self.refusals.note(assignment, error)))
+            source = source_of(self.builder.task, assignment.prompt_index)
+            self._returned.append((assignment.id, self.refusals.note(assignment, error, source=source)))
         if refused:
             self.news.ring()
 
@@ -261,7 +263,7 @@ class CompletionCollector:
         try:
             rows = await self._scorer.score(draft.prompt, [draft.completions[member] for member in members])
         except RewardError as error:
-            metrics.REWARD_ERRORS.inc()
+            metrics.REWARD_ERRORS.labels(draft.source).inc()
             self._said.warn(
                 "member", "prompt %d lost member %d (%s): %s (%s)",
                 draft.prompt.index, members[0], FinishReason.REWARD_FAILED.value, error, self._scorer.failures.cure,

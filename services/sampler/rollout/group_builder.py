@@ -213,9 +213,9 @@ class Refusals(FailureStreak):
     cure: str = CURE
     _named: set[int] = field(default_factory=set)
 
-    def note(self, assignment: WorkAssignment, error: PromptRefused) -> ReturnReason:
+    def note(self, assignment: WorkAssignment, error: PromptRefused, *, source: str) -> ReturnReason:
         reason = _REASONS.get(type(error), ReturnReason.PROMPT_REFUSED)
-        metrics.REFUSED_PROMPTS.labels(reason.value).inc()
+        metrics.REFUSED_PROMPTS.labels(source, reason.value).inc()
         self.failed(error)
         index = assignment.prompt_index
         if index not in self._named and len(self._named) < MAX_LINES:

@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import re
 
 import blake3
 import numpy as np
@@ -179,21 +180,22 @@ async def _for_ever():
 
 
 @pytest.mark.parametrize(
-    ("change", "field"),
+    ("change", "field", "remedy"),
     [
-        ({"tokenizer_digest": Digest("9" * 64)}, "tokenizer_digest"),
-        ({"layout_id": Digest("9" * 64)}, "layout_id"),
-        ({"group_size": 8}, "group_size"),
-        ({"sampling": dataclasses.replace(CONTRACT.sampling, temperature=0.6)}, "sampling.temperature"),
+        ({"tokenizer_digest": Digest("9" * 64)}, "tokenizer_digest", "the tokenizer's files"),
+        ({"task_digest": Digest("9" * 64)}, "task_digest", "the log lines of both nodes with `digest`"),
+        ({"layout_id": Digest("9" * 64)}, "layout_id", "the run's model"),
+        ({"group_size": 8}, "group_size", "as the learner does"),
+        ({"sampling": dataclasses.replace(CONTRACT.sampling, temperature=0.6)}, "sampling.temperature", "[sampling]"),
     ],
 )
-async def test_contract_is_the_first_learners_and_names_what_differs(core, run, change, field):
+async def test_contract_is_the_first_learners_and_names_what_differs(core, run, change, field, remedy):
     # T19: a difference in log-prob semantics is found at registration.
     other = dataclasses.replace(CONTRACT, **change)
 
-    with pytest.raises(ContractMismatch, match=field):
+    with pytest.raises(ContractMismatch, match=f"^{field}: .*{re.escape(remedy)}"):
         await core.register(run.registration(contract=other))
-    with pytest.raises(ContractMismatch, match=field):
+    with pytest.raises(ContractMismatch, match=f"^{field}: .*others need a new run"):
         await core.acquire_lease(holder="learner", contract=other, request_id="r5")
 
 

@@ -1,18 +1,19 @@
 """How a completion ends is judged of every rollout: with the end token, or at the longest length."""
 
 import dataclasses
+import re
 
 import numpy as np
 import pytest
 
-from heterorl.common.types.common import Digest
+from heterorl.common.types.common import Digest, LoraSettings
 from heterorl.common.types.rollout import DropReason, FinishReason, Group, GroupId, PushStatus, Span
 from heterorl.common.wire.common_messages import contract_from_pb, contract_to_pb
 from heterorl.common.wire.sealed_groups import columns_of
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.validation import ending_problem
-from heterorl.coordinator.versions.lineage import contract_difference
+from heterorl.coordinator.versions.lineage import contract_difference, contract_remedy
 from tests.support.clock import ManualClock
 from tests.support.groups import group_to_pb
 from tests.support.run import CONTRACT, INCARNATION, SITE, Run, rollout
@@ -102,6 +103,16 @@ def test_what_differs_of_turns_and_members_is_named_as_the_configuration_does(na
     found = contract_difference(CONTRACT, offered)
 
     assert found == f"{key}: the run has {getattr(CONTRACT, name)}, this node 3"
+
+
+@pytest.mark.parametrize("name", [field.name for field in dataclasses.fields(CONTRACT)])
+def test_each_difference_of_a_site_has_a_remedy(name):
+    changed = LoraSettings(rank=4, alpha=8.0, target_modules=("q",)) if name == "lora" else 3
+    if name == "sampling":
+        changed = dataclasses.replace(CONTRACT.sampling, top_k=3)
+    difference = contract_difference(CONTRACT, dataclasses.replace(CONTRACT, **{name: changed}))
+
+    assert re.match("set|copy", contract_remedy(difference))
 
 
 def test_one_end_token_has_the_bytes_of_programs_that_know_no_more():

@@ -189,7 +189,7 @@ CASES = [
         "in a clone of heterorl: pip install '.[vllm]'",
     ),
     (contract(), Level.OK, "match the run"),
-    (contract(tokenizer_digest="9" * 64), Level.FAIL, "copy the run's model directory"),
+    (contract(tokenizer_digest="9" * 64), Level.FAIL, "copy the tokenizer's files"),
     (contract(chat_template_digest="9" * 64), Level.FAIL, "use_chat_template"),
     (contract(task_digest="9" * 64), Level.FAIL, "data, reward and environment files"),
     (contract(layout_id="9" * 64), Level.FAIL, "published_dtype"),

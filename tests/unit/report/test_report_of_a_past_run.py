@@ -276,6 +276,29 @@ async def test_directory_that_is_no_runs_is_refused_by_what_it_lacks(tmp_path):
         read_run(tmp_path / "d")
 
 
+@pytest.mark.parametrize(
+    ("name", "row"),
+    [
+        ("versions", '{"version": Infinity, "bytes": 1, "full_bytes": 1}'),
+        ("versions", '{"version": 1e400, "bytes": 1, "full_bytes": 1}'),
+        ("versions", '{"version": "7", "bytes": Infinity, "full_bytes": 1}'),
+        ("versions", '{"version": 7}'),
+        ("evaluations", '{"version": Infinity, "accuracy": 0.5}'),
+        ("evaluations", '{"version": 7, "accuracy": "high"}'),
+        ("steps", json.dumps(dataclasses.asdict(REPORT) | {"step": math.inf})),
+        ("steps", json.dumps(dataclasses.asdict(REPORT) | {"step": "7"})),
+    ],
+    ids=lambda text: text[:40],
+)
+def test_a_row_that_is_none_of_ours_is_named(tmp_path, name, row):
+    journal(tmp_path / "learner")
+    with (tmp_path / "learner" / f"{name}.jsonl").open("a") as file:
+        file.write(f"{row}\n")
+
+    with pytest.raises(CorruptStore, match="a journal has a bad row"):
+        read_run(tmp_path)
+
+
 @pytest.mark.process
 def test_running_coordinator_is_left_alone(tmp_path):
     asyncio.run(past(tmp_path / "data"))

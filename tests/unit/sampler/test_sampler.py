@@ -433,7 +433,7 @@ async def test_contract_mismatch_ends_with_itself(world):
 
     world.link.replaced["register"] = register
     world.start()
-    with pytest.raises(ContractMismatch, match=r"vocab_size.*give this node the run's model"):
+    with pytest.raises(ContractMismatch, match=r"vocab_size.*set model_dir to the run's model"):
         await world.end()
 
 

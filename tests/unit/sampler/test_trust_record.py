@@ -95,8 +95,13 @@ def test_newest_is_the_highest_with_all_that_is_known_of_it_after_a_restart(tmp_
 
 
 @pytest.mark.parametrize(
-    "row", ["not a row", "[]", "{}", "3", '{"version": 3, "state_root": "a"}', '{"version": "v", "state_root": ""}']
-)
+    "row",
+    [
+        "not a row", "[]", "{}", "3", '{"version": 3, "state_root": "a"}', '{"version": "v", "state_root": ""}',
+        '{"version": Infinity}', '{"version": 1e400}', "[" * 100_000,
+    ],
+    ids=lambda row: row[:30],
+)  # fmt: skip
 def test_damaged_row_is_refused_with_advice(tmp_path, row):
     path = tmp_path / "versions.jsonl"
     record = TrustRecord(path)

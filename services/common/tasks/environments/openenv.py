@@ -13,10 +13,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from urllib.error import HTTPError
 from urllib.parse import urlsplit, urlunsplit
-from urllib.request import urlopen
+from urllib.request import build_opener
 
 from heterorl.common.tasks.environments.environment import Action, Observation
-from heterorl.common.tasks.rewards.http_reward import RETRIED
+from heterorl.common.tasks.rewards.http_reward import RETRIED, proxies_to
 from heterorl.common.tasks.task import Message
 from heterorl.common.types.common import peer_words
 
@@ -43,7 +43,7 @@ def load(url: str, _directory: str) -> tuple[Callable[[], OpenEnvEpisode], dict[
     if parts.scheme not in ("http", "https") or not parts.netloc:
         raise ValueError(f"{url} is not a server address, such as http://127.0.0.1:8000")
     try:
-        with urlopen(f"{url}/schema", timeout=TIMEOUT_S) as reply:
+        with build_opener(proxies_to(url)).open(f"{url}/schema", timeout=TIMEOUT_S) as reply:
             action = json.loads(reply.read(MAX_BYTES))["action"]
         fields = {name: each for name, each in action["properties"].items() if name not in _OPTIONAL}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:

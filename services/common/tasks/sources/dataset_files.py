@@ -15,7 +15,8 @@ from typing import Any
 
 import blake3
 
-from heterorl.common.errors import ConfigError, DependencyMissing
+from heterorl.common.errors import ConfigError, DependencyMissing, ServiceUnreachable
+from heterorl.common.process.hub import is_away
 from heterorl.common.tasks.source_config import DataConfig
 from heterorl.common.tasks.sources.arrow_rows import ArrowRows
 
@@ -262,7 +263,8 @@ def download(key: str, name: HubName, *, files: Sequence[str], cache_dir: str) -
     Downloads the files of the patterns `files`, or all without patterns.
 
     Raises:
-        ConfigError: it is not cached and cannot be downloaded.
+        ConfigError: it is not cached, and the hub refuses it.
+        ServiceUnreachable: it is not cached, and the hub does not answer.
         DependencyMissing: huggingface_hub is not installed.
     """
     try:
@@ -277,9 +279,12 @@ def download(key: str, name: HubName, *, files: Sequence[str], cache_dir: str) -
             allow_patterns=list(files) or None,
             cache_dir=str(Path(cache_dir) / "hub") if cache_dir else None,
         )
-    except (OSError, ValueError) as error:
-        problem = f"cannot get {name.place} at {name.revision} from the hub: {str(error).splitlines()[0]}"
-        raise ConfigError(
-            key, problem, action="correct the name, or copy the cache of a machine that has it"
-        ) from error
+    except Exception as error:
+        # Of the library and its HTTP client, which differ by release.
+        problem = f"cannot get {name.place} at {name.revision} from the hub: {_words(error)}"
+        action = "correct the name, or copy the cache of a machine that has it"
+        if is_away(error):
+            action += "; if the hub is away for now, the next start asks again"
+            raise ServiceUnreachable(key, problem, action=action) from error
+        raise ConfigError(key, problem, action=action) from error
     return Path(place)

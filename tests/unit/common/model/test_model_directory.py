@@ -1,10 +1,12 @@
 """A wrong model_dir is one line that says what is not there, at once."""
 
 import os
-import socket
 import subprocess
 import sys
 import tempfile
+import threading
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -89,19 +91,73 @@ def test_a_tokenizer_that_cannot_be_read_is_one_line(tmp_path):
     assert len(str(caught.value).splitlines()) == 1
 
 
-def test_hub_id_without_a_network_is_one_line_after_one_connection(monkeypatch):
-    dialled, dial = [], socket.create_connection
-    monkeypatch.setattr(
-        socket, "create_connection", lambda *args, **kwargs: dialled.append(args) or dial(*args, **kwargs)
-    )
-    with socket.socket() as taken:
-        taken.bind(("127.0.0.1", 0))
-        # Bound and not listening: refused.
-        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{taken.getsockname()[1]}")
-        text = problem_of("someone/some-model")
+@contextmanager
+def hub(status, monkeypatch):
+    """A hub that gives one answer; its requests."""
+    asked = []
 
-    assert "there is no directory someone/some-model, and the hub at 127.0.0.1 cannot be reached: " in text
-    assert len(dialled) == 1
+    class Handler(BaseHTTPRequestHandler):
+        def do_HEAD(self):
+            asked.append(self.path)
+            self.send_response(status)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *args):
+            pass
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        monkeypatch.setenv("HF_ENDPOINT", f"http://127.0.0.1:{server.server_port}")
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}).start()
+        try:
+            yield asked
+        finally:
+            server.shutdown()
+
+
+def test_a_model_of_the_hub_takes_one_request(monkeypatch):
+    with hub(200, monkeypatch) as asked:
+        check_model_dir("someone/some-model")
+
+    assert asked == ["/someone/some-model/resolve/main/config.json"]
+
+
+@pytest.mark.parametrize("status", [401, 403, 404])
+def test_a_model_that_the_hub_does_not_have_needs_its_operator(monkeypatch, status):
+    with hub(status, monkeypatch), pytest.raises(ConfigError) as caught:
+        check_model_dir("someone/some-modle")
+
+    assert caught.value.exit_code == 2
+    text = str(caught.value)
+    assert "has no such model, or not for this user: " in text
+    assert str(status) in text
+    assert text.endswith("(correct it, or set HF_TOKEN)")
+
+
+@pytest.mark.parametrize("status", [408, 429, 500, 503])
+def test_a_hub_that_is_busy_is_asked_again_by_the_next_start(monkeypatch, status):
+    with hub(status, monkeypatch), pytest.raises(ConfigError, match=f"does not answer: .*{status}") as caught:
+        check_model_dir("someone/some-model")
+
+    assert caught.value.exit_code == 1
+
+
+def test_a_proxy_without_a_way_to_the_hub_does_not_stop_a_service_for_good(monkeypatch):
+    monkeypatch.setenv("HF_ENDPOINT", "https://hub.example")
+    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="does not answer") as caught:
+        check_model_dir("someone/some-model")
+
+    assert caught.value.exit_code == 1
+
+
+@pytest.mark.parametrize("name", ["some--model", "someone/some..model"])
+def test_a_name_that_no_hub_can_have_is_no_outage(monkeypatch, name):
+    monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    with pytest.raises(ConfigError, match="there is no directory") as caught:
+        check_model_dir(name)
+
+    assert caught.value.exit_code == 2
 
 
 def test_hub_id_that_is_not_cached_is_refused_where_the_hub_is_switched_off(monkeypatch):
@@ -136,8 +192,9 @@ def test_a_service_says_it_in_one_line(tmp_path):
     # The hub may answer a later start.
     assert result.returncode == 1
     assert [line for line in result.stderr.splitlines() if "INFO" not in line] == [
-        "error: model_dir: there is no directory someone/some-model, and the hub at 127.0.0.1 cannot be reached: "
-        "Connection refused (name a Hugging Face directory (config.json, tokenizer, safetensors) or a hub id)"
+        "error: model_dir: there is no directory someone/some-model, and the hub at 127.0.0.1 does not answer: "
+        "[Errno 111] Connection refused (correct it if it is mistyped; else restore the way to the hub, and the next "
+        "start asks again)"
     ]
 
 

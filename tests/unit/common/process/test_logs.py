@@ -23,6 +23,7 @@ from transformers.utils import logging as theirs
 from huggingface_hub.utils import logging as hub
 theirs.get_logger("transformers.x").warning("from transformers")
 hub.get_logger("huggingface_hub.x").warning("from the hub")
+logging.getLogger("httpx2").info("HTTP Request: HEAD https://hub")
 rank = "from heterorl.common.process import logs; import logging; logs.configure_as_parent(); logging.info('of a rank')"
 subprocess.run([sys.executable, "-c", rank])
 thread = threading.Thread(target=lambda: 1 / 0, name="worker")

@@ -74,11 +74,11 @@ def test_a_url_alone_is_a_reward():
     assert server.paths == ["/score"]
 
 
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "::1"])
 def test_a_service_of_this_machine_is_asked_through_no_proxy(monkeypatch, host):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.setenv("no_proxy", "other.example")
-    with serving(lengths) as server, task_of(http(server, url=server.url.replace("127.0.0.1", host))) as task:
+    with serving(lengths, host=host) as server, task_of(http(server)) as task:
         assert task.score(task.prompt(0), "four")[0].value == 0.4
 
 

@@ -154,6 +154,17 @@ async def fill_and_learn(core, config):
     await asyncio.gather(learn(config, core), fill(core, 2))
 
 
+@pytest.mark.parametrize(
+    "row",
+    ['{"version": Infinity}', '{"version": 1e400}', '{"version": NaN}', "[" * 100_000, "7"],
+    ids=lambda row: row[:30],
+)
+def test_last_row_of_another_program_is_left_out(tmp_path, row):
+    (tmp_path / "versions.jsonl").write_text(f"{row}\n")
+
+    assert TrainingLog(tmp_path).last_version == -1
+
+
 async def test_row_that_a_disk_has_damaged_does_not_keep_the_learner_from_starting(tmp_path):
     core = await open_coordinator(tmp_path)
     config = learner_config(tmp_path, max_steps=1)

@@ -66,6 +66,9 @@ class RunTask(PlainTask):
         self.prompt, self.evaluation_prompt = task.prompt, task.evaluation_prompt
         self.unscored = set(unscored)
 
+    def source_of(self, index):
+        return "rows"
+
     def score(self, prompt, completion):
         if prompt.index in self.unscored:
             raise RewardError("the right answer cannot be parsed")
@@ -76,7 +79,7 @@ class RunTask(PlainTask):
 async def world(tmp_path, prompter):
     world = await World.open(tmp_path, groups_per_version=8)
     await world.run.publish()
-    world.prompter, world.errors_before = prompter, metrics.REWARD_ERRORS._value.get()
+    world.prompter, world.errors_before = prompter, metrics.REWARD_ERRORS.labels("rows")._value.get()
     yield world
     await world.close()
 
@@ -106,13 +109,13 @@ async def acked_prompts(world):
 
 async def test_single_rows_end_no_sampler_and_stop_no_run(world, tmp_path, caplog):
     world.task = RunTask(rows_of(tmp_path / "rows.jsonl", refused=REFUSED, long=LONG), unscored={3})
-    before = metrics.REFUSED_PROMPTS.labels("prompt_refused")._value.get()
+    before = metrics.REFUSED_PROMPTS.labels("rows", "prompt_refused")._value.get()
     world.start()
     bound(world.engine, 4096)
     # Two passes over the prompts.
     await world.until_acknowledged(2 * CONTRACT.num_prompts)
     assert not world.is_ended
-    await world.until(lambda: metrics.REFUSED_PROMPTS.labels("prompt_refused")._value.get() >= before + 9)
+    await world.until(lambda: metrics.REFUSED_PROMPTS.labels("rows", "prompt_refused")._value.get() >= before + 9)
     found = await closed(world)
 
     assert found[ReturnReason.PROMPT_REFUSED] >= len(REFUSED)
@@ -211,7 +214,7 @@ async def test_rows_whose_answers_cannot_be_read_are_not_generated(world, tmp_pa
 
     assert found[ReturnReason.REWARD_FAILED] >= 3
     # No reward was asked for in vain: the engine saw none of them.
-    assert metrics.REWARD_ERRORS._value.get() == world.errors_before
+    assert metrics.REWARD_ERRORS.labels("rows")._value.get() == world.errors_before
     named = {line.getMessage().split()[1] for line in caplog.records if "gives no group (" in line.getMessage()}
     assert named == {"5", "6", "40"}
 
@@ -229,7 +232,7 @@ async def test_completions_that_take_too_long_to_compare_are_wrong_answers(world
     finally:
         task.close()
 
-    assert metrics.REWARD_ERRORS._value.get() == world.errors_before
+    assert metrics.REWARD_ERRORS.labels("rows")._value.get() == world.errors_before
 
 
 async def test_the_wait_for_groups_ends_with_the_samplers_own_error(world):
@@ -270,7 +273,7 @@ async def test_a_reward_that_fails_is_told_with_its_reason_once_a_minute(world, 
     lost = [line for line in lines if "lost member" in line]
     assert len(lost) == len([line for line in lines if "gives no group" in line]) == 1
     assert "(reward_failed): the right answer cannot be parsed (correct task.reward" in lost[0]
-    assert metrics.REWARD_ERRORS._value.get() > world.errors_before + 1
+    assert metrics.REWARD_ERRORS.labels("rows")._value.get() > world.errors_before + 1
 
 
 @pytest.mark.slow

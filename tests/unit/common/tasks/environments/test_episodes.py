@@ -3,6 +3,7 @@
 import os
 import random
 import signal
+import socket
 import ssl
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from importlib.util import find_spec
 from pathlib import Path
 from urllib.error import HTTPError, URLError
+from urllib.request import OpenerDirector
 
 import pytest
 
@@ -707,10 +709,14 @@ class Schema(BaseHTTPRequestHandler):
 
 
 @pytest.mark.usefixtures("websockets")
-@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost", "[::1]"])
 def test_a_server_of_openenv_on_this_machine_is_asked_through_no_proxy(opened, monkeypatch, host):
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    with ThreadingHTTPServer(("127.0.0.1", 0), Schema) as server:
+
+    class Server(ThreadingHTTPServer):
+        address_family = socket.AF_INET6 if "[" in host else socket.AF_INET
+
+    with Server((host.strip("[]"), 0), Schema) as server:
         threading.Thread(target=server.serve_forever).start()
         try:
             assert opened(f"openenv:http://{host}:{server.server_port}").files_digest
@@ -731,10 +737,10 @@ def test_a_server_of_openenv_on_this_machine_is_asked_through_no_proxy(opened, m
     ids=str,
 )
 def test_a_server_of_openenv_that_answers_wrongly_needs_its_operator(monkeypatch, error, is_outage):
-    def urlopen(*given, **options):
+    def fail(*given, **options):
         raise error
 
-    monkeypatch.setattr(openenv, "urlopen", urlopen)
+    monkeypatch.setattr(OpenerDirector, "open", fail)
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.setenv(name, "")
     with pytest.raises(ConnectionError if is_outage else ValueError, match="^no OpenEnv server answers at http://host"):

@@ -8,10 +8,12 @@ import os
 import subprocess
 import sys
 
+import httpx2
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from datasets import ClassLabel, Dataset, Features, Value
+from huggingface_hub.errors import LocalEntryNotFoundError, OfflineModeIsEnabled, RepositoryNotFoundError
 
 from heterorl.common.errors import ConfigError, DependencyMissing
 from heterorl.common.tasks.task import Message
@@ -460,6 +462,37 @@ def read_offline(place, name):
     words = [sys.executable, "-P", "-c", HUB, name, str(place.path / "cache")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     return subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+
+
+def refusal(status):
+    request = httpx2.Request("GET", "http://hub")
+    return RepositoryNotFoundError("refused", response=httpx2.Response(status, request=request))
+
+
+@pytest.mark.parametrize(
+    ("cause", "exit_code"),
+    [
+        (httpx2.ConnectError("nothing listens"), 1),
+        (httpx2.ProxyError("no way"), 1),
+        (refusal(503), 1),
+        (refusal(404), 2),
+        (OfflineModeIsEnabled("switched off"), 2),
+        (PermissionError("the cache"), 2),
+    ],
+    ids=lambda each: f"{type(each).__name__}",
+)
+@pytest.mark.parametrize("is_wrapped", [False, True])
+def test_a_hub_that_is_away_is_asked_by_the_next_start(place, monkeypatch, cause, exit_code, is_wrapped):
+    def snapshot_download(*given, **options):
+        if is_wrapped:
+            raise LocalEntryNotFoundError("nothing is cached") from cause
+        raise cause
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    with pytest.raises(ConfigError, match="^task.name: cannot get acme/none at .* from the hub: .*correct") as caught:
+        place.build(f"hf:acme/none@{COMMIT}")
+
+    assert caught.value.exit_code == exit_code
 
 
 @pytest.mark.process

@@ -95,3 +95,9 @@ def returning(batch: LossBatch, *, what: str) -> object:
 def endless(batch: LossBatch) -> LossOutput:
     """Infinite, with a finite gradient."""
     return LossOutput(losses=batch.learner_BT + float("inf"))
+
+
+def by_inverse_ratio(batch: LossBatch) -> LossOutput:
+    """Beyond 709 nats of drift its value is infinite."""
+    drift_B = ((batch.sampler_BT - batch.learner_BT) * batch.mask_BT).sum(1)
+    return LossOutput(losses=batch.advantages_B * drift_B.exp())

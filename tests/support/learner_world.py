@@ -173,6 +173,7 @@ class NumpyBackend:
             num_tokens=0 if is_empty else 1,
             step_s=0.0,
             is_applied=is_applied,
+            kl_token_fresh=0.001 if 0 in staleness else None,
         )
         self.reports.append(report)
         return report

@@ -147,14 +147,14 @@ def _together(
         ]
     )
     terms = policy_loss(spec, inputs, learner_BT, coefficients_BT=coefficients_BT)
-    kl_BT = kl_estimates(learner_BT, inputs.sampler_BT, inputs.mask_BT, max_log_ratio=spec.max_log_weight)
     losses_B = terms.contributions_B
     if spec.sampler_kl > 0.0:
+        kl_BT = kl_estimates(learner_BT, inputs.sampler_BT, inputs.mask_BT, max_log_ratio=spec.max_log_weight)
         losses_B = losses_B + spec.sampler_kl * (coefficients_BT * kl_BT).sum(1)
     totals = losses_B.view(len(numbers), -1).sum(1)
     found: list[float] = totals.tolist()
     sequences = measure(spec, inputs, learner_BT, terms)
-    kl_B = kl_BT.detach().sum(1).cpu()
+    kl_B = kl_estimates(learner_BT.detach(), inputs.sampler_BT, inputs.mask_BT).sum(1).cpu()
     weights, is_clipped = terms.weights.cpu(), terms.is_clipped.cpu()
     mask_BT = inputs.mask_BT.cpu()
     is_counted, clippable = (mask_BT if one.dim() == 2 else mask_BT.any(1) for one in (weights, is_clipped))

@@ -50,6 +50,8 @@ def policy_loss(
             is_kept_B = has_not_drifted(learner_BT, sampler_BT, mask_BT, advantages_B, limit=limit, is_total=is_total)
             is_kept_BT = is_kept_BT & is_kept_B[:, None]
     if spec.custom is not None:
+        # Within the function 0 times an infinite derivative is NaN; a left-out token gets none.
+        learner_BT = torch.where(is_kept_BT, learner_BT, learner_BT.detach())
         batch = batch_of(inputs, learner_BT, coefficients_BT=coefficients_BT, max_log_weight=spec.max_log_weight)
         return terms_of(spec.custom(batch, step), batch, is_kept_BT)
     coefficients_BT = torch.where(is_kept_BT, coefficients_BT, 0.0)

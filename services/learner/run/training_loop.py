@@ -191,8 +191,10 @@ class TrainingLoop:
             held_s = [self.inbox.held_s(queued.group.id) for queued in groups]
             ages_s = [queued.policy_age_s + held for queued, held in zip(groups, held_s, strict=True)]
             report = dataclasses.replace(
-                report, times=times, num_replaced=self.num_replaced, policy_age_p50_s=statistics.median(ages_s)
-            )
+                report, times=times, num_replaced=self.num_replaced, policy_age_p50_s=statistics.median(ages_s),
+                # Later steps of a version have moved the learner: their KL is no mismatch of engines.
+                kl_token_fresh=None if reports else report.kl_token_fresh,
+            )  # fmt: skip
             observe_step(report, groups, head_version=head, held_s=held_s, metrics_of_loss=self.backend.last_metrics)
             if not report.is_applied:
                 await self._reject(report, groups)

@@ -105,8 +105,8 @@ def micro_batch_loss(
     coefficients_BT = step_coefficients(spec, mask_BT, batch, max_new_tokens=max_new_tokens)
     terms = policy_loss(spec, inputs, learner_BT, coefficients_BT=coefficients_BT, step=batch.whole)
     total = terms.contributions_B.sum()
-    kl_BT = kl_estimates(learner_BT, sampler_BT, mask_BT, max_log_ratio=spec.max_log_weight)
     if spec.sampler_kl > 0.0:
+        kl_BT = kl_estimates(learner_BT, sampler_BT, mask_BT, max_log_ratio=spec.max_log_weight)
         total = total + spec.sampler_kl * (coefficients_BT * kl_BT).sum()
     if spec.reference_kl > 0.0:
         assert inputs.reference_BT is not None
@@ -118,7 +118,8 @@ def micro_batch_loss(
         loss=total.item(),
         weights_M=_counted(terms.weights, mask_BT).cpu(),
         is_clipped_M=_counted(terms.is_clipped, mask_BT).cpu(),
-        kl_B=kl_BT.detach().sum(1).cpu(),
+        # Not with the loss's cap: rare large terms are most of the estimate.
+        kl_B=kl_estimates(learner_BT.detach(), sampler_BT, mask_BT).sum(1).cpu(),
         entropies_N=entropies_N.detach().double().cpu(),
         sequences=measure(spec, inputs, learner_BT, terms),
         log_ratios_N=(learner_BT.detach() - sampler_BT)[mask_BT].float().cpu(),

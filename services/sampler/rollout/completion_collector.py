@@ -22,7 +22,6 @@ from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Bell, ends_within, ring_or_time
 from heterorl.common.process.logs import Rarely
 from heterorl.common.tasks.environments.environment_task import cure_of
-from heterorl.common.tasks.task import source_of
 from heterorl.common.types.rollout import FinishReason, ReturnReason, RewardPart
 from heterorl.sampler.outbox.delivery import OutboxWriter
 from heterorl.sampler.outbox.turn_store import KeptGroup
@@ -130,7 +129,7 @@ class CompletionCollector:
 
     def refuse(self, refused: Sequence[Refused]) -> None:
         for assignment, error in refused:
-            source = source_of(self.builder.task, assignment.prompt_index)
+            source = self.builder.task.source_of(assignment.prompt_index)
             self._returned.append((assignment.id, self.refusals.note(assignment, error, source=source)))
         if refused:
             self.news.ring()

@@ -211,20 +211,31 @@ class Passes:
     def _with_reference(self, shares: Shares) -> Shares:
         assert self.reference is not None, "the engine was built with one"
         sequences = shares.ordered()
-        rows = torch.cat(self._logprobs(shares, self.reference)).split([one.num_drawn for one in sequences])
+        rows = torch.cat(self._logprobs(shares, self.reference, dividing=self.sharing)).split(
+            [one.num_drawn for one in sequences]
+        )
         return shares.replaced(
             [replace(one, reference_logprobs=row.numpy()) for one, row in zip(sequences, rows, strict=True)]
         )
 
-    def _logprobs(self, shares: Shares, engine: PassEngine) -> list[torch.Tensor]:
+    def _logprobs(self, shares: Shares, engine: PassEngine, *, dividing: int = 1) -> list[torch.Tensor]:
         """Log-probs of all tokens in order, without gradient, one tensor a share.
-        Takes every pass once."""
-        own = shares.parts[self.ranks.rank // self.sharing]
+
+        Takes every pass once. `dividing` ranks of a share take its passes in turn; otherwise each takes part in all.
+        """
+        own = shares.parts[self.ranks.rank // self.sharing][self.ranks.rank % dividing :: dividing]
+        num_turns = -(-shares.num_passes // dividing)
         with torch.no_grad():
-            passes = [self._forward(self._collated(own, number), engine)[0] for number in range(shares.num_passes)]
-        values_N = torch.cat([torch.zeros(0), *(part.cpu().double() for part in passes[: len(own)])])
-        answers = self.ranks.all_gather_bytes(save({"logprobs": values_N.double().contiguous()}))
-        return [load(answer)["logprobs"] for answer in answers[:: self.sharing]]
+            passes = [self._forward(self._collated(own, number), engine)[0] for number in range(num_turns)]
+        values = {str(number): one.cpu().double().contiguous() for number, one in enumerate(passes)}
+        answers = self.ranks.all_gather_bytes(save(values))
+        logprobs = []
+        for number, parts in enumerate(shares.parts):
+            first = number * self.sharing
+            taken = [load(answer) for answer in answers[first : first + dividing]]
+            rows = (taken[place % dividing][str(place // dividing)] for place in range(len(parts)))
+            logprobs.append(torch.cat([torch.zeros(0, dtype=torch.float64), *rows]))
+        return logprobs
 
 
 def alone(

@@ -207,6 +207,8 @@ SLICED = [
     pytest.param({"batching": "packed"}, "grpo", LORA, marks=pytest.mark.nodes),
     pytest.param({}, "gspo", {}, marks=pytest.mark.nodes),
     pytest.param({"batching": "packed"}, "eqp", {}, marks=pytest.mark.nodes),
+    # The two ranks of a group take the reference's passes in turn.
+    ({"micro_batch_tokens": 24}, {"kind": "grpo", "reference_kl": 0.5}, {}),
 ]
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 import re
 from pathlib import Path
 
@@ -45,6 +46,23 @@ def _trained(model_dir, loss, **backend):
         trained.train_step(random_groups(seed=step, version=step), head_version=step + 1, step=step) for step in (1, 2)
     ]
     return trained, [dataclasses.replace(report, step_s=0.0) for report in reports]
+
+
+def test_a_rollout_that_drifted_out_gives_no_gradient_where_its_derivative_is_infinite(model_dir):
+    """e^800 times 0 within the function."""
+    loss = _own("by_inverse_ratio", drift_limit=20.0)
+    backend = TorchBackend(model_dir=model_dir, config=TorchBackendConfig(lr=1e-3), loss=loss, sampling=SAMPLING)
+    groups = random_groups(seed=1, version=1)
+    first = groups[0].group
+    first.rollouts[0].sampler_logprobs[0] = 800.0
+    rewards = [0.0] + [1.0] * (len(first.rollouts) - 1)
+    rollouts = tuple(dataclasses.replace(one, reward=each) for one, each in zip(first.rollouts, rewards, strict=True))
+    groups[0] = dataclasses.replace(groups[0], group=dataclasses.replace(first, rollouts=rollouts))
+    report = backend.train_step(groups, head_version=2, step=1)
+
+    assert report.is_applied
+    assert math.isfinite(report.grad_norm)
+    assert report.grad_norm > 0
 
 
 @pytest.mark.parametrize("backend", [{"micro_batch_tokens": 4096}, {"micro_batch_tokens": 48},

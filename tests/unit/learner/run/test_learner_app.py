@@ -126,6 +126,11 @@ async def test_learner_publishes_once_per_steps_per_version_and_at_the_end(coord
     # Steps 1 and 2 make version 1; step 3 is the last and makes version 2 alone.
     assert (result.step, result.version) == (3, 2)
     assert (await coordinator.get_status()).ledger.consumed == QUEUE
+    # Step 2 learns from the version that step 1 has left: no mismatch of engines.
+    first, second, _ = rows(config.state_dir / "steps.jsonl")
+    assert (first["staleness_max"], second["staleness_max"]) == (0, 0)
+    assert first["kl_token_fresh"] is not None
+    assert second["kl_token_fresh"] is None
 
 
 async def test_learner_finishes_when_fewer_steps_are_wanted_than_samplers_lag(coordinator, tmp_path):

@@ -1,6 +1,7 @@
 """One step: the same gradient however the batch is laid out, and nothing at all when a number is not finite."""
 
 import dataclasses
+import math
 
 import numpy as np
 import pytest
@@ -304,3 +305,24 @@ def test_gradient_ignores_nothing_of_a_group_with_equal_rewards_but_its_advantag
 
     for name, gradient in alone.items():
         torch.testing.assert_close(2.0 * together[name], gradient, rtol=0, atol=1e-12)
+
+
+def test_the_reported_kl_has_no_cap_of_the_loss():
+    # Half of the tokens at a ratio of e^5: k3 = e^5 - 1 - 5, of which a cap of 3 nats would leave e^3 - 1 - 3.
+    model = tiny_model(dtype=torch.float64)
+    groups = _near_policy(model, random_groups(2, seed=4))
+    loss = GepoConfig(max_log_weight=3.0)
+
+    def reported(shift):
+        for queued in groups:
+            for member in queued.group.rollouts:
+                member.sampler_logprobs[0] -= shift
+        passes = alone(
+            model, loss=loss, temperature=0.9, max_new_tokens=16, micro_batch_tokens=9999, batching="padded",
+        )  # fmt: skip
+        return passes.accumulate(build_batch([queued.group for queued in groups], loss=loss, head_version=7))
+
+    before = torch.cat([sample.kl_B for sample in reported(0.0)])
+    after = torch.cat([sample.kl_B for sample in reported(5.0)])
+
+    assert ((after - before) > math.exp(4.0)).all()

@@ -16,6 +16,7 @@ import typer
 from heterorl.cli.check_config import SetOption, load_service
 from heterorl.cli.connection import Link, bytes_bar, console_of, linked
 from heterorl.common.errors import ConfigError, OperatorError, RunFinished, UnknownVersion
+from heterorl.common.process.files import refuse_root
 from heterorl.common.types.common import SiteId, amount
 from heterorl.common.types.policy import version_words
 from heterorl.common.types.run import RunStatus
@@ -198,6 +199,7 @@ def restore(
     goes into PostgreSQL, and the reverse.
     """
     loaded = load_service("coordinator", config, set_ or ())
+    refuse_root(loaded.data_dir)
     from heterorl.coordinator.offline.restore_backup import restore as put
 
     with bytes_bar("payloads") as bar:

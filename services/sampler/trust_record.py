@@ -34,6 +34,7 @@ from heterorl.common.process.files import (
     BAD_ROW,
     cut_torn_line,
     make_directory,
+    refuse_root,
     replacing,
     room,
     sync_directory,
@@ -252,7 +253,8 @@ async def _parent(child: Manifest, manifests: dict[int, bytes], *, oldest: int, 
 def differences(state_dir: Path, *, run: str, to_version: int) -> list[str]:
     """Sentences on what `agree` would forget, one for each record.
 
-    Raises OperatorError: there is no record, or it belongs to another run; CorruptStore: a record cannot be read.
+    Raises OperatorError: there is no record, it belongs to another run, or root runs this in another user's directory;
+    CorruptStore: a record cannot be read.
     """
     sentences = []
     for record in _records(state_dir, run):
@@ -281,6 +283,7 @@ def agree(state_dir: Path, *, run: str, to_version: int) -> None:
 
 
 def _records(state_dir: Path, run: str) -> list[TrustRecord]:
+    refuse_root(state_dir)
     paths = sorted({*state_dir.glob(record_name("")), *state_dir.glob(record_name("*"))})
     if not paths:
         action = "name the directory of the sampler: --set state_dir=DIR"

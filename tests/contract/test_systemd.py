@@ -42,6 +42,13 @@ def directives(path):
     return found
 
 
+def test_all_services_of_a_machine_have_the_user_that_the_page_names():
+    users = {user for path in FOLDER.glob("*.service") for user in directives(path)["Service.User"]}
+
+    assert users == {"heterorl"}
+    assert "share user `heterorl`" in " ".join((ROOT / "docs" / "security.md").read_text().split())
+
+
 def seconds(text):
     number, unit = re.fullmatch(r"(\d+)(s|min)", text).groups()
     return int(number) * {"s": 1, "min": 60}[unit]

@@ -12,6 +12,7 @@ import fcntl
 import json
 import logging
 import os
+import pwd
 import re
 import shutil
 import tempfile
@@ -19,7 +20,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any, BinaryIO
 
-from heterorl.common.errors import ConfigError, DiskFull
+from heterorl.common.errors import ConfigError, DiskFull, OperatorError
 
 _LOG = logging.getLogger(__name__)
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
@@ -30,13 +31,13 @@ NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
 def replacing(path: Path, *, is_durable: bool = True, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file, named after the body's end and deleted after its failure.
 
-    With `is_durable` bytes and name survive a power cut. `mode` is the new file's mode before the umask. Root leaves
-    the owner of a file that it replaces: a service of another user still writes it.
+    With `is_durable` bytes and name survive a power cut. `mode` is the new file's mode before the umask.
     """
     temporary = path.with_name(f"{path.name}.tmp")
+    # A crash left it. A new file never follows a link, which another user may have put there.
+    temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "wb", opener=lambda name, flags: os.open(name, flags, mode)) as file:
-            _keep_owner(file.fileno(), path)
+        with open(temporary, "xb", opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, mode)) as file:
             yield file
             file.flush()
             if is_durable:
@@ -49,13 +50,25 @@ def replacing(path: Path, *, is_durable: bool = True, mode: int = 0o666) -> Iter
         sync_directory(path.parent)
 
 
-def _keep_owner(descriptor: int, path: Path) -> None:
-    """As root, give a new file the owner of the one before."""
-    if os.geteuid() == 0:
-        # Missing: a new file. Not permitted: root of a container without that right.
-        with contextlib.suppress(FileNotFoundError, PermissionError):
-            before = path.stat()
-            os.fchown(descriptor, before.st_uid, before.st_gid)
+def refuse_root(directory: Path) -> None:
+    """Refuse root where a directory, or its nearest parent, is another user's.
+
+    That user could not write what root leaves there, and could lead root elsewhere by links. Raises OperatorError.
+    """
+    if os.geteuid() != 0:
+        return
+    place = directory.absolute()
+    while not place.exists():
+        place = place.parent
+    # Of a link, and of what it names.
+    if owner := place.lstat().st_uid or place.stat().st_uid:
+        try:
+            name = pwd.getpwuid(owner).pw_name
+        except KeyError:
+            name = f"'#{owner}'"
+        raise OperatorError(
+            f"{place} belongs to user {name}, not to root", action=f"repeat the command after `sudo -u {name}`"
+        )
 
 
 @contextlib.contextmanager

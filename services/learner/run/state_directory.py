@@ -47,7 +47,7 @@ def hold_directory(path: Path) -> Iterator[Path]:
     """Create the directory and hold its lock until the process ends.
     Raises ConfigError if it cannot be used or another process holds it, DiskFull."""
     with usable("state_dir", path):
-        make_directory(path)
+        make_directory(path, mode=0o700)
         file = (path / "lock").open("w")
     with file:
         if not try_lock(file):

@@ -70,7 +70,7 @@ class Outbox:
 
     def __init__(self, directory: Path, *, site: str = "") -> None:
         with usable("state_dir", directory):
-            make_directory(directory)
+            make_directory(directory, mode=0o700)
             self._lock_file = lock_outbox(directory / "lock")
         self._mutex = threading.Lock()
         self._path = directory / NAME

@@ -644,6 +644,19 @@ def test_link_is_found_in_the_environment_and_in_what_join_noted(monkeypatch, tm
         Link().find()
 
 
+def test_root_restores_nothing_into_the_directory_of_the_coordinators_user(tmp_path, monkeypatch):
+    place = tmp_path / "service"
+    place.mkdir()
+    if os.geteuid() == 0:
+        os.chown(place, 2_000_000_001, 2_000_000_001)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+
+    refused = invoke("restore", str(tmp_path), "--set", f"data_dir={place}")
+
+    assert f"{place} belongs to user" in str(refused.exception)
+    assert list(place.iterdir()) == []
+
+
 async def test_a_restored_run_without_a_version_names_no_version_to_agree_to(tmp_path):
     core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "old"), ManualClock())
     await core.close()

@@ -1,5 +1,7 @@
 """What a site's operator agrees to when a run went back: exactly that, once, and with what was seen kept beside."""
 
+import os
+
 import pytest
 from typer.testing import CliRunner
 
@@ -91,6 +93,21 @@ def test_a_directory_without_a_record_is_refused_with_the_key_that_names_the_rig
     assert "--set state_dir=DIR" in str(refused.exception)
     assert agreed.exit_code == 0, agreed.output
     assert TrustRecord(tmp_path / "unit" / "versions.jsonl").highest_version == 5
+
+
+def test_root_changes_nothing_in_the_directory_of_a_services_user(tmp_path, monkeypatch):
+    site = tmp_path / "site"
+    write(site / "versions.jsonl", [5, 7])
+    before = (site / "versions.jsonl").read_bytes()
+    if os.geteuid() == 0:
+        os.chown(site, 2_000_000_001, 2_000_000_001)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+
+    refused = command(tmp_path, "run:5", "--yes")
+
+    assert f"{site} belongs to user" in str(refused.exception)
+    assert "sudo -u" in str(refused.exception)
+    assert [(path.name, path.read_bytes()) for path in site.iterdir()] == [("versions.jsonl", before)]
 
 
 def test_command_asks_and_changes_nothing_without_a_yes(tmp_path):

@@ -1,14 +1,17 @@
 """OpenAI-compatible endpoint of one episode, on the loopback of this machine.
 
-It answers only holders of its key, until `close`. It takes one request at a time. An equal request waits
+It answers only holders of its key, until `close`. Other programs of the machine hold a bounded number of its threads,
+each for a bounded time. It takes one request at a time. An equal request waits
 for or gets the same answer; a broken connection makes no second turn. Requests come in threads of their own and wait
 until the environment calls `answer` or `refuse_rest`.
 """
 
+import contextlib
 import hmac
 import json
 import re
 import secrets
+import socket
 import socketserver
 import threading
 import time
@@ -37,6 +40,8 @@ MAX_BODY_BYTES = 16 << 20
 """Largest request, checked before parsing."""
 KEEPALIVE_S = 10.0
 """Seconds between comments in a stream that waits for its turn."""
+MOST_STRANGERS, STRANGER_S = 8, 10.0
+"""Connections that have not shown the key, and seconds that each waits for bytes; one more closes the oldest."""
 _CHAT, _MODELS = "/v1/chat/completions", "/v1/models"
 
 
@@ -150,7 +155,26 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 
     def __init__(self, endpoint: Endpoint) -> None:
         self.endpoint = endpoint
+        self._strangers: list[Any] = []
+        self._lock = threading.Lock()
         super().__init__(("127.0.0.1", 0), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self._lock:
+            self._strangers.append(request)
+            if len(self._strangers) > MOST_STRANGERS:
+                with contextlib.suppress(OSError):
+                    self._strangers.pop(0).shutdown(socket.SHUT_RDWR)
+        super().process_request(request, client_address)
+
+    def trust(self, request: Any) -> None:
+        """A connection has shown the key, or ends."""
+        with self._lock, contextlib.suppress(ValueError):
+            self._strangers.remove(request)
+
+    def close_request(self, request: Any) -> None:
+        self.trust(request)
+        super().close_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """Ignore the error: a program may break its connections."""
@@ -159,6 +183,7 @@ class _Server(socketserver.ThreadingMixIn, socketserver.TCPServer):
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: _Server
+    timeout = STRANGER_S
     _is_last = True
     """Whether the program wants its connection closed after the answer."""
 
@@ -178,6 +203,8 @@ class _Handler(BaseHTTPRequestHandler):
             stated = self.headers.get("Authorization", "").encode()
             if not hmac.compare_digest(stated, f"Bearer {self.server.endpoint.api_key}".encode()):
                 raise RequestRefused("the key belongs to another episode", status=401, code="invalid_api_key")
+            self.server.trust(self.connection)
+            self.connection.settimeout(None)
             if re.sub("/+", "/", urlsplit(self.path).path) != place:
                 words = f"there is no {self.command} {self.path[:100]}, only POST {_CHAT} and GET {_MODELS}"
                 raise RequestRefused(words, status=404)

@@ -2,6 +2,7 @@
 
 import errno
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -9,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from heterorl.common.errors import DiskFull
+from heterorl.common.errors import DiskFull, OperatorError
 from heterorl.common.process import files
-from heterorl.common.process.files import announce, appearing, replacing, try_lock, write_all
+from heterorl.common.process.files import announce, appearing, refuse_root, replacing, try_lock, write_all
 
 
 def names(directory):
@@ -177,15 +178,66 @@ def test_a_directory_appears_with_its_folders_and_all_of_it_is_synchronised(tmp_
     assert synced[3:] == ["v1.writing", tmp_path.name]
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="giving a file away takes root")
 @pytest.mark.parametrize("is_durable", [True, False])
-def test_root_leaves_the_owner_of_a_file_that_it_replaces(tmp_path, is_durable):
-    path, new = tmp_path / "a", tmp_path / "b"
-    path.write_bytes(b"old")
-    os.chown(path, 10001, 10002)
+def test_a_link_in_place_of_the_temporary_file_is_replaced_not_followed(tmp_path, is_durable):
+    victim, path = tmp_path / "victim", tmp_path / "a"
+    victim.write_bytes(b"secret")
+    (tmp_path / "a.tmp").symlink_to(victim)
 
-    for each in (path, new):
-        with replacing(each, is_durable=is_durable) as file:
-            file.write(b"new")
+    with replacing(path, is_durable=is_durable) as file:
+        file.write(b"new")
 
-    assert [(each.stat().st_uid, each.stat().st_gid) for each in (path, new)] == [(10001, 10002), (0, os.getegid())]
+    assert victim.read_bytes() == b"secret"
+    assert path.read_bytes() == b"new"
+    assert not path.is_symlink()
+
+
+def test_a_link_that_comes_back_ends_the_write(tmp_path, monkeypatch):
+    victim, temporary = tmp_path / "victim", tmp_path / "a.tmp"
+    victim.write_bytes(b"secret")
+    real = Path.unlink
+
+    def unlink(self, **options):
+        real(self, **options)
+        temporary.symlink_to(victim)
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(FileExistsError), replacing(tmp_path / "a") as file:
+        file.write(b"new")
+
+    assert victim.read_bytes() == b"secret"
+
+
+def test_what_a_crash_left_does_not_stop_the_next_write(tmp_path):
+    (tmp_path / "a.tmp").write_bytes(b"half, and more than the new one")
+
+    with replacing(tmp_path / "a") as file:
+        file.write(b"new")
+
+    assert (tmp_path / "a").read_bytes() == b"new"
+    assert names(tmp_path) == ["a"]
+
+
+def others(directory, monkeypatch):
+    """Make a directory another user's, for this process as root; its owner as `sudo -u` wants it."""
+    directory.mkdir()
+    if os.geteuid() == 0:
+        os.chown(directory, 2_000_000_001, 2_000_000_001)
+        return "'#2000000001'"
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    return pwd.getpwuid(directory.stat().st_uid).pw_name
+
+
+@pytest.mark.parametrize("place", ["service", "service/new/data", "link"])
+def test_root_is_refused_in_a_directory_of_another_user(tmp_path, monkeypatch, place):
+    owner = others(tmp_path / "service", monkeypatch)
+    (tmp_path / "link").symlink_to(tmp_path / "service")
+
+    with pytest.raises(OperatorError, match="belongs to user") as refused:
+        refuse_root(tmp_path / place)
+
+    assert f"sudo -u {owner}`" in str(refused.value)
+
+
+def test_a_users_own_directory_is_not_refused(tmp_path):
+    refuse_root(tmp_path / "new")

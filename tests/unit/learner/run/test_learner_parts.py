@@ -252,14 +252,14 @@ async def test_feed_ends_when_the_epoch_is_over():
         await feed(api, inbox, epoch=1, limits=LIMITS, backoff=backoff(), notes=SampleNotes())
 
 
-def test_state_directory_has_one_holder_at_a_time(tmp_path):
+def test_state_directory_has_one_holder_at_a_time_and_is_its_users_alone(tmp_path):
     path = tmp_path / "a"
 
     with hold_directory(path), pytest.raises(ConfigError, match="another learner"), hold_directory(path):
         pass
 
     with hold_directory(path):
-        pass
+        assert path.stat().st_mode & 0o777 == 0o700
 
 
 async def test_state_directory_that_cannot_be_made_is_told_before_the_model_is_loaded(tmp_path):

@@ -53,6 +53,12 @@ def test_outbox_never_uses_a_sequence_that_the_coordinator_knows(tmp_path):
     again.close()
 
 
+def test_a_new_directory_is_its_users_alone(tmp_path):
+    Outbox(tmp_path / "new" / "site").close()
+
+    assert (tmp_path / "new" / "site").stat().st_mode & 0o777 == 0o700
+
+
 def test_outbox_has_one_owner(tmp_path):
     outbox = Outbox(tmp_path)
     with pytest.raises(ConfigError, match="another sampler"):

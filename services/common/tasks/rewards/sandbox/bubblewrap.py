@@ -8,14 +8,15 @@ A service that runs as root gives the sandbox an unused user number, since the k
 root directory is read-only; one tmpfs of a bounded size may be written. Directories under /tmp or /dev that the sandbox
 shows lie on read-only mounts of their own.
 
-Never show it a directory that holds secrets. Limits are per process, except the number of processes and the tmpfs. A
-bound of the whole belongs into a cgroup (MemoryMax of a unit, the limit of a container).
+Never show it a directory that holds secrets. Limits are per process, except the number of processes and the tmpfs, of
+which no limit counts empty files. A bound of the whole belongs into a cgroup (MemoryMax of a unit, the limit of a
+container).
 
 The filter is a seccomp program in classic BPF. It refuses calls that outlive their process and have no namespace (keys,
-addresses of vsock, turns at the disk). It refuses calls that no limit counts (memory of memfd), or that open much of
-the kernel (namespaces, io_uring, bpf). It refuses every call of another architecture's numbering, so no call is reached
-by another name. clone3 is unknown (ENOSYS), since a filter cannot read its flags. The C library then falls back to
-clone.
+addresses of vsock, turns at the disk). It refuses calls that no limit counts (memory of memfd and of System V), or that
+open much of the kernel (namespaces, io_uring, bpf). It refuses every call of another architecture's numbering, so no
+call is reached by another name. clone3 is unknown (ENOSYS), since a filter cannot read its flags. The C library then
+falls back to clone.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ _REFUSED = {
     "add_key": (248, 217), "request_key": (249, 218), "keyctl": (250, 219), "setns": (308, 268), "bpf": (321, 280),
     "perf_event_open": (298, 241), "userfaultfd": (323, 282), "io_uring_setup": (425, 425),
     "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "memfd_create": (319, 279),
-    "memfd_secret": (447, 447), "ioprio_set": (251, 30), "sched_setattr": (314, 274),
+    "memfd_secret": (447, 447), "ioprio_set": (251, 30), "sched_setattr": (314, 274), "shmget": (29, 194),
+    "msgget": (68, 186), "semget": (64, 190),
 }  # fmt: skip
 """Call numbers on x86_64 and aarch64."""
 _CLONE3, _CLONE, _UNSHARE, _SOCKETS = (435, 435), (56, 220), (272, 97), ((41, 198), (53, 199))

@@ -325,8 +325,9 @@ def judged(
     """Value of code by its tests, and its `share` of time limits.
 
     The value is 1 where all tests pass, or the share of passed tests. `cpu_s` is processor time for all tests,
-    `patience` times as much by the clock; the sandbox limits one. A test without time left fails. The `share` of the
-    limit is then 1, since a faster machine may have passed it.
+    `patience` times as much by the clock; the sandbox limits one. A test without time left fails, and so do tests after
+    one that ran out of it by the clock: code that sleeps gets no second wait. The `share` of the limit is then 1, since
+    a faster machine may have passed it.
     """
     most = sandbox.limits
     num_passed, share, used_s, took_s = 0, 0.0, 0.0, 0.0
@@ -343,7 +344,7 @@ def judged(
             took_s / (patience * cpu_s), float(outcome.why == "time"),
         )  # fmt: skip
         num_passed += is_passed
-        if not is_passed and not gives_share:
+        if not is_passed and (not gives_share or outcome.why == "time"):
             break
     return {"value": num_passed / len(tests) if gives_share else float(num_passed == len(tests)), "share": share}
 
@@ -427,7 +428,7 @@ class CodeReward(RewardSource):
             facts["python"], config.credit, config.needs_block, config.test_timeout_s, timeout_s, config.memory_bytes,
             config.num_processes, config.work_bytes, config.output_bytes,
         ]  # fmt: skip
-        self.digest = bytes_digest(json.dumps(["code 11", *stated]).encode())
+        self.digest = bytes_digest(json.dumps(["code 12", *stated]).encode())
 
     def close(self) -> None:
         self.pool.close()

@@ -118,7 +118,7 @@ class ReasoningGymTask(Task):
         self.num_workers = config.reward_workers
         self.num_prompts, self.num_evaluation_prompts = config.size, config.evaluation_size
         stated = f"{version} {name} {config.size} {config.evaluation_size} {config.seed} {self._limit_s:g}"
-        self.digest = bytes_digest(f"reasoning_gym 7 {stated}".encode())
+        self.digest = bytes_digest(f"reasoning_gym 8 {stated}".encode())
         job = {
             **entries, "kind": "gym", "version": version, "cpu_s": self._limit_s, "timeout_s": PATIENCE * self._limit_s,
         }  # fmt: skip

@@ -3,8 +3,8 @@
 Verifiers of reasoning-gym run answers as Python, so a child scores one completion. The parent reads a bounded answer
 until a deadline, then kills and waits for all other processes of its namespace; the kernel tells their processor time.
 The parent is the first process there, which signals of the others do not reach, and undumpable, so that none can trace
-it. After each completion it checks what they could change (limits, priorities) or leave (files, System V objects): then
-its answer says that another server must take its place.
+it. After each completion it checks what they could change (limits, priorities) or leave (files): then its answer says
+that another server must take its place.
 
 A worker loads it (`worker_main`), in the sandbox by itself, so it does not import heterorl; the service makes prompts
 with `Entries` too.
@@ -89,7 +89,6 @@ _LIMITS = [getattr(resource, name) for name in dir(resource) if name.startswith(
 _WORK = Path("/tmp")
 """The only writable directory."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE = 1, 4
-_MSG_INFO, _SHM_INFO, _SEM_INFO = 12, 14, 19
 
 
 def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]], dict[str, Any]]:
@@ -108,7 +107,7 @@ def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]
     _clear_work()
     # Frozen objects are not copied for every child.
     gc.freeze()
-    before = _state(libc)
+    before = _state()
 
     def answer(request: dict[str, Any]) -> dict[str, Any]:
         entry = entries.find(request["index"], is_held_out(request["prompt"]))
@@ -118,10 +117,10 @@ def load(job: dict[str, Any]) -> tuple[Callable[[dict[str, Any]], dict[str, Any]
             return {}
         try:
             said, share = _scored(entries, entry, request["completion"], cpu_s=job["cpu_s"], timeout_s=job["timeout_s"])
-            return {"value": _value(said), "share": share, "is_full": not _is_whole(libc, before)}
+            return {"value": _value(said), "share": share, "is_full": not _is_whole(before)}
         except (MemoryError, OSError) as error:
             # The completion lowered a limit of this process.
-            if isinstance(error, OSError) and _is_whole(libc, before):
+            if isinstance(error, OSError) and _is_whole(before):
                 raise
             return {"value": 0.0, "share": 1.0, "is_full": True}
 
@@ -219,25 +218,16 @@ def _value(answer: str) -> float:
     return min(max(value, 0.0), 1.0) if math.isfinite(value) else 0.0
 
 
-def _state(libc: Any) -> list[Any]:
+def _state() -> list[Any]:
     """State that a completion could change for later ones."""
-    words = (ctypes.c_int * 64)()
-    objects = []
-    # The first word counts messages and memory, the eighth semaphores.
-    libc.msgctl(0, _MSG_INFO, words)
-    objects.append(words[0])
-    libc.shmctl(0, _SHM_INFO, words)
-    objects.append(words[0])
-    libc.semctl(0, 0, _SEM_INFO, words)
-    objects.append(words[7])
     limits = [resource.getrlimit(limit) for limit in _LIMITS]
     turns = [os.getpriority(os.PRIO_PROCESS, 0), os.sched_getscheduler(0), os.sched_getaffinity(0)]
-    return [objects, limits, turns, list(_WORK.iterdir())]
+    return [limits, turns, list(_WORK.iterdir())]
 
 
-def _is_whole(libc: Any, before: list[Any]) -> bool:
+def _is_whole(before: list[Any]) -> bool:
     try:
-        return _state(libc) == before
+        return _state() == before
     except OSError:
         return False
 

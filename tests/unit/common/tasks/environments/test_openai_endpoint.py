@@ -10,8 +10,15 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx2
 import pytest
 
+from heterorl.common.tasks.environments import openai_endpoint
 from heterorl.common.tasks.environments.environment import Action, ToolCall
-from heterorl.common.tasks.environments.openai_endpoint import MAX_BODY_BYTES, Endpoint, over
+from heterorl.common.tasks.environments.openai_endpoint import (
+    MAX_BODY_BYTES,
+    MOST_STRANGERS,
+    STRANGER_S,
+    Endpoint,
+    over,
+)
 
 BODY = {"model": "gpt", "messages": [{"role": "user", "content": "Guess."}]}
 CHAT = "/v1/chat/completions"
@@ -77,6 +84,52 @@ def test_a_request_waits_for_the_turn_and_gets_it(begun):
     assert program.told() == ["lower"]
     program.endpoint.answer(Action("49", is_cut=True))
     assert more.result().json()["choices"][0]["finish_reason"] == "length"
+
+
+def answered(program):
+    """The program, after a turn: an equal request gets its answer at once."""
+    turn = program.post()
+    program.told()
+    program.endpoint.answer(Action("50"))
+    turn.result()
+    return program
+
+
+def status(connection, program):
+    """Of an equal request on a connection, which stays open."""
+    connection.request("POST", CHAT, json.dumps(BODY), {"Authorization": f"Bearer {program.endpoint.api_key}"})
+    with connection.getresponse() as reply:
+        return reply.read() and reply.status
+
+
+def test_connections_without_the_key_are_few_and_the_oldest_gives_place(begun):
+    program = answered(begun())
+    with contextlib.ExitStack() as opened:
+        own, another = (opened.enter_context(contextlib.closing(program.connection())) for _ in range(2))
+        assert status(own, program) == 200
+        strangers = [
+            opened.enter_context(socket.create_connection(("127.0.0.1", program.client.base_url.port), timeout=20.0))
+            for _ in range(2 * MOST_STRANGERS)
+        ]
+
+        assert [each.recv(1) for each in strangers[:MOST_STRANGERS]] == [b""] * MOST_STRANGERS
+        assert [status(each, program) for each in (own, another)] == [200, 200]
+        # The other one took the place of one of them until it showed the key.
+        assert len(program.endpoint._server._strangers) == MOST_STRANGERS - 1
+
+
+def test_a_connection_waits_for_ever_only_with_the_key(begun, monkeypatch):
+    assert openai_endpoint._Handler.timeout == STRANGER_S
+    monkeypatch.setattr(openai_endpoint._Handler, "timeout", 1.0)
+    program = answered(begun())
+    with contextlib.closing(program.connection()) as own:
+        assert status(own, program) == 200
+        for words in (b"", f"POST {CHAT} HTTP/1.1\r\nAuthorization: Bea".encode()):
+            with socket.create_connection(("127.0.0.1", program.client.base_url.port), timeout=20.0) as stranger:
+                stranger.sendall(words)
+                assert stranger.recv(1) == b""
+
+        assert status(own, program) == 200
 
 
 @pytest.mark.parametrize("head", ["HTTP/1.0", "HTTP/1.1\r\nConnection: close"])

@@ -80,7 +80,8 @@ class VllmProcess:
         self._tokens_prompt = vllm.inputs.TokensPrompt
         self._num_requests = 0
         self._num_swaps = 0
-        self._label = NO_VERSION
+        # Ids of requests without a token, oldest first.
+        self._tokenless: dict[str, None] = {}
         self._adapter: Any = None
         self._slots = asyncio.Semaphore(max_running)
         self._open = asyncio.Event()
@@ -187,25 +188,39 @@ class VllmProcess:
     async def _one(self, ids: Sequence[int], settings: Mapping[str, Any]) -> Any:
         from vllm.sampling_params import RequestOutputKind
 
-        parameters = self._sampling_params(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
+        # The first token, and the others at the end.
+        parameters = self._sampling_params(
+            **settings, output_kind=RequestOutputKind.DELTA, stream_interval=settings["max_tokens"]
+        )
         while True:
             # During a swap it would compute with new weights on cached prefixes of the old ones.
             await self._open.wait()
-            label = self._label
-            result = await self._answer(ids, parameters)
-            # Submitted before a swap, with its first token after it: the old weights may have read some of its prompt.
-            if result.outputs[0].weight_versions[0].version == label:
+            if (result := await self._answer(ids, parameters)) is not None:
                 return result
 
     async def _answer(self, ids: Sequence[int], parameters: Any) -> Any:
+        """None if a swap came before the first token.
+
+        The old weights may have read some of the prompt.
+        """
         self._num_requests += 1
-        prompt = self._tokens_prompt(prompt_token_ids=list(ids), cache_salt=str(self._num_swaps))
+        name, num_swaps = str(self._num_requests), self._num_swaps
+        prompt = self._tokens_prompt(prompt_token_ids=list(ids), cache_salt=str(num_swaps))
         result: Any = None
-        answers = self._engine.generate(
-            prompt, parameters, request_id=str(self._num_requests), lora_request=self._adapter
-        )
-        async for output in answers:
-            result = output
+        self._tokenless[name] = None
+        try:
+            answers = self._engine.generate(prompt, parameters, request_id=name, lora_request=self._adapter)
+            async with contextlib.aclosing(answers):
+                async for output in answers:
+                    if result is not None:
+                        result.add(output, aggregate=True)
+                    elif self._num_swaps != num_swaps:
+                        return None
+                    else:
+                        del self._tokenless[name]
+                        result = output
+        finally:
+            self._tokenless.pop(name, None)
         return result
 
     async def _swap(self, method: str, arguments: Sequence[Any], num_tensors: int, label: str) -> None:
@@ -237,10 +252,13 @@ class VllmProcess:
     async def _set_version(self, label: str) -> None:
         # The salt is part of every block's key: prefixes of older weights are never found again.
         self._num_swaps += 1
+        # Now, or they would wait for memory, and their tokens would be thrown away.
+        if waiting := list(self._tokenless):
+            _LOG.debug("%d requests without a token begin again with version %s", len(waiting), label)
+            await self._engine.abort(waiting)
         if not self._running and not await self._engine.reset_prefix_cache():
             raise RuntimeError("requests were in flight while the version changed")
         await self._engine.update_weight_version(label)
-        self._label = label
         self._open.set()
 
     async def _give_up(self) -> None:

@@ -25,9 +25,9 @@ LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 OWN_ARGUMENTS = frozenset(
     {
         "model", "dtype", "tensor_parallel_size", "data_parallel_size", "device_ids", "enforce_eager",
-        "enable_prefix_caching", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization",
-        "logprobs_mode", "generation_config", "skip_tokenizer_init", "disable_log_stats", "worker_extension_cls",
-        "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules",
+        "enable_prefix_caching", "max_model_len", "max_num_seqs", "scheduling_policy", "kv_cache_memory_bytes",
+        "gpu_memory_utilization", "logprobs_mode", "generation_config", "skip_tokenizer_init", "disable_log_stats",
+        "worker_extension_cls", "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules",
     }
 )  # fmt: skip
 """Arguments of vLLM that [engine] has keys for or that the engine depends on."""

@@ -39,10 +39,10 @@ def collected(engine, ended=()):
 
 
 class Seen:
-    """Tokens of each completion that vLLM drew, aborted ones too."""
+    """Tokens of each completion that vLLM drew, aborted ones too, and how many were whole at the end of each question."""
 
     def __init__(self):
-        self.tokens = []
+        self.tokens, self.before_question = [], []
 
 
 @pytest.fixture
@@ -59,6 +59,8 @@ def seen(made, monkeypatch):
         finally:
             if parameters.prompt_logprobs is None:
                 seen.tokens.append(number)
+            else:
+                seen.before_question.append(seen.tokens.count(LIMIT))
 
     monkeypatch.setattr(engine, "generate", counted)
     return seen
@@ -82,3 +84,15 @@ def test_requests_without_a_token_begin_again_at_a_swap(made, seen):
         prompt = PROMPTS[one.key % len(PROMPTS)]
         expected = truth.logprobs(state, prompt, one.completion, semantics())
         assert np.abs(one.completion.logprobs - expected).max() < 1e-4
+
+
+def test_a_swap_check_goes_first_and_completions_stay_in_order(made, seen):
+    engine, base, _ = made
+    engine.load(disturbed(base, seed=3), 3)
+    seen.before_question.clear()
+    submit_all(engine)
+    first = engine.collect()
+    engine.load(disturbed(base, seed=4), 4)
+
+    assert max(seen.before_question) < ROWS // 2
+    assert [one.key for one in collected(engine, first)] == list(range(ROWS))

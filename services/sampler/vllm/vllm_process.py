@@ -33,6 +33,8 @@ LOOK_S = 0.5
 CORE = "EngineCore"
 """How the names of vLLM's processes begin."""
 _DESCRIBING = threading.Lock()
+URGENT = -1
+"""vLLM's priority of questions; completions have 0, and among equals the first comes first."""
 ANSWER_S = 600.0
 """Timeout of a swap or a question; submitted requests have none."""
 
@@ -62,7 +64,8 @@ class VllmProcess:
         """Start the process with arguments of vLLM's AsyncEngineArgs and load its model.
 
         vLLM gets at most `max_running` requests at once: requests that wait here belong to no version yet.
-        `max_num_seqs` above it is room for urgent requests. `is_stopped` gives the start up.
+        `max_num_seqs` above it and scheduling_policy "priority" are for urgent requests. `is_stopped` gives the start
+        up.
 
         Raises DependencyMissing: vLLM is not installed; EngineDied: it does not start, or its start is given up.
         """
@@ -110,7 +113,7 @@ class VllmProcess:
             raise EngineDied("vLLM is not running") from error
 
     def ask(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
-        """vLLM's RequestOutput for each (prompt ids, parameters), besides submitted requests.
+        """RequestOutput for each (prompt ids, parameters), ahead of submitted requests that wait.
 
         Raises EngineDied: the process ended, refused a request, or gave the requests up.
         """
@@ -175,7 +178,7 @@ class VllmProcess:
 
     async def _ask(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
         async with asyncio.TaskGroup() as tasks:
-            waiting = [tasks.create_task(self._one(ids, settings)) for ids, settings in requests]
+            waiting = [tasks.create_task(self._one(ids, settings, URGENT)) for ids, settings in requests]
             self._running.update(waiting)
             for task in waiting:
                 task.add_done_callback(self._running.discard)
@@ -183,9 +186,9 @@ class VllmProcess:
 
     async def _in_turn(self, ids: Sequence[int], settings: Mapping[str, Any]) -> Any:
         async with self._slots:
-            return await self._one(ids, settings)
+            return await self._one(ids, settings, 0)
 
-    async def _one(self, ids: Sequence[int], settings: Mapping[str, Any]) -> Any:
+    async def _one(self, ids: Sequence[int], settings: Mapping[str, Any], priority: int) -> Any:
         from vllm.sampling_params import RequestOutputKind
 
         # The first token, and the others at the end.
@@ -195,10 +198,10 @@ class VllmProcess:
         while True:
             # During a swap it would compute with new weights on cached prefixes of the old ones.
             await self._open.wait()
-            if (result := await self._answer(ids, parameters)) is not None:
+            if (result := await self._answer(ids, parameters, priority)) is not None:
                 return result
 
-    async def _answer(self, ids: Sequence[int], parameters: Any) -> Any:
+    async def _answer(self, ids: Sequence[int], parameters: Any, priority: int) -> Any:
         """None if a swap came before the first token.
 
         The old weights may have read some of the prompt.
@@ -209,7 +212,9 @@ class VllmProcess:
         result: Any = None
         self._tokenless[name] = None
         try:
-            answers = self._engine.generate(prompt, parameters, request_id=name, lora_request=self._adapter)
+            answers = self._engine.generate(
+                prompt, parameters, request_id=name, lora_request=self._adapter, priority=priority
+            )
             async with contextlib.aclosing(answers):
                 async for output in answers:
                     if result is not None:

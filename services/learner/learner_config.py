@@ -176,6 +176,13 @@ class LearnerConfig(ContractConfig):
                 "sampling.router_replay does not go with compile or sequence_parallel: set one of them off,"
                 ' or router_replay to "none"'
             )
+        # The reference model would route by itself, and the loss pull the policy towards other experts.
+        if self.loss.reference_kl > 0.0 or getattr(self.loss, "reads_reference", False):
+            key, off = ("reference_kl", "0") if self.loss.reference_kl > 0.0 else ("reads_reference", "false")
+            raise ValueError(
+                f"sampling.router_replay with loss.{key}: the reference model does not replay; set loss.{key} to {off},"
+                ' or router_replay to "none"'
+            )
         if self.verification.logprob_floor > 0:
             raise ValueError(
                 "sampling.router_replay with verification.logprob_floor: a site that has to be checked may record any"

@@ -18,16 +18,16 @@ from heterorl.common.tasks.task_config import TaskConfig
 from heterorl.common.types.common import LogprobMode, SamplingSemantics, amount
 from heterorl.sampler.delay import DelayConfig, NoDelay
 
-MIN_TEMPERATURE = 0.01
-"""Below it vLLM uses another temperature than it is given."""
+MIN_TEMPERATURE, MAX_TEMPERATURE = 0.01, 2.0
+"""Below the first vLLM uses another temperature than it is given; above the second it refuses each request."""
 LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Adapter ranks of vLLM."""
 OWN_ARGUMENTS = frozenset(
     {
         "model", "dtype", "tensor_parallel_size", "data_parallel_size", "device_ids", "enforce_eager",
-        "enable_prefix_caching", "max_model_len", "max_num_seqs", "kv_cache_memory_bytes", "gpu_memory_utilization",
-        "logprobs_mode", "generation_config", "skip_tokenizer_init", "disable_log_stats", "worker_extension_cls",
-        "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules",
+        "enable_prefix_caching", "max_model_len", "max_num_seqs", "scheduling_policy", "kv_cache_memory_bytes",
+        "gpu_memory_utilization", "logprobs_mode", "generation_config", "skip_tokenizer_init", "disable_log_stats",
+        "worker_extension_cls", "enable_lora", "max_lora_rank", "max_loras", "max_cpu_loras", "lora_target_modules",
     }
 )  # fmt: skip
 """Arguments of vLLM that [engine] has keys for or that the engine depends on."""
@@ -279,9 +279,11 @@ def check_limits(sampling: SamplingConfig, lora: LoraConfig, max_model_len: int)
 
 def logprobs_mode(sampling: SamplingSemantics) -> str:
     """vLLM's log-probs mode of the contract's meaning; raises ConfigError without one."""
-    if sampling.temperature < MIN_TEMPERATURE:
-        problem = f"vLLM draws at no temperature below {MIN_TEMPERATURE}"
-        action = 'set a higher temperature at the learner, or engine.kind = "hf"'
+    if not MIN_TEMPERATURE <= sampling.temperature <= MAX_TEMPERATURE:
+        is_low = sampling.temperature < MIN_TEMPERATURE
+        where, change = (f"below {MIN_TEMPERATURE}", "higher") if is_low else (f"above {MAX_TEMPERATURE:g}", "lower")
+        problem = f"vLLM draws at no temperature {where}"
+        action = f'set a {change} temperature at the learner, or engine.kind = "hf"'
         raise ConfigError("sampling.temperature", problem, action=action)
     is_of_logits = sampling.logprob_temperature == 1.0
     if sampling.logprob_mode is LogprobMode.RAW or (sampling.is_truncated and is_of_logits):

@@ -292,6 +292,7 @@ def engine_arguments(settings: VllmEngineConfig, *, max_model_len: int, logprobs
         "enable_prefix_caching": settings.prefix_cache,
         "max_model_len": max_model_len,
         "max_num_seqs": settings.batch_rows + NUM_URGENT,
+        "scheduling_policy": "priority",
         "kv_cache_memory_bytes": settings.kv_cache_bytes or None,
         "gpu_memory_utilization": settings.memory_share,
         "logprobs_mode": logprobs_mode,

@@ -33,6 +33,8 @@ LOOK_S = 0.5
 CORE = "EngineCore"
 """How the names of vLLM's processes begin."""
 _DESCRIBING = threading.Lock()
+URGENT = -1
+"""vLLM's priority of questions; completions have 0, and among equals the first comes first."""
 ANSWER_S = 600.0
 """Timeout of a swap or a question; submitted requests have none."""
 
@@ -62,7 +64,8 @@ class VllmProcess:
         """Start the process with arguments of vLLM's AsyncEngineArgs and load its model.
 
         vLLM gets at most `max_running` requests at once: requests that wait here belong to no version yet.
-        `max_num_seqs` above it is room for urgent requests. `is_stopped` gives the start up.
+        `max_num_seqs` above it and scheduling_policy "priority" are for urgent requests. `is_stopped` gives the start
+        up.
 
         Raises DependencyMissing: vLLM is not installed; EngineDied: it does not start, or its start is given up.
         """
@@ -80,7 +83,8 @@ class VllmProcess:
         self._tokens_prompt = vllm.inputs.TokensPrompt
         self._num_requests = 0
         self._num_swaps = 0
-        self._label = NO_VERSION
+        # Ids of requests without a token, oldest first.
+        self._tokenless: dict[str, None] = {}
         self._adapter: Any = None
         self._slots = asyncio.Semaphore(max_running)
         self._open = asyncio.Event()
@@ -109,7 +113,7 @@ class VllmProcess:
             raise EngineDied("vLLM is not running") from error
 
     def ask(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
-        """vLLM's RequestOutput for each (prompt ids, parameters), besides submitted requests.
+        """RequestOutput for each (prompt ids, parameters), ahead of submitted requests that wait.
 
         Raises EngineDied: the process ended, refused a request, or gave the requests up.
         """
@@ -174,7 +178,7 @@ class VllmProcess:
 
     async def _ask(self, requests: Sequence[tuple[Sequence[int], Mapping[str, Any]]]) -> list[Any]:
         async with asyncio.TaskGroup() as tasks:
-            waiting = [tasks.create_task(self._one(ids, settings)) for ids, settings in requests]
+            waiting = [tasks.create_task(self._one(ids, settings, URGENT)) for ids, settings in requests]
             self._running.update(waiting)
             for task in waiting:
                 task.add_done_callback(self._running.discard)
@@ -182,30 +186,46 @@ class VllmProcess:
 
     async def _in_turn(self, ids: Sequence[int], settings: Mapping[str, Any]) -> Any:
         async with self._slots:
-            return await self._one(ids, settings)
+            return await self._one(ids, settings, 0)
 
-    async def _one(self, ids: Sequence[int], settings: Mapping[str, Any]) -> Any:
+    async def _one(self, ids: Sequence[int], settings: Mapping[str, Any], priority: int) -> Any:
         from vllm.sampling_params import RequestOutputKind
 
-        parameters = self._sampling_params(**settings, output_kind=RequestOutputKind.FINAL_ONLY)
+        # The first token, and the others at the end.
+        parameters = self._sampling_params(
+            **settings, output_kind=RequestOutputKind.DELTA, stream_interval=settings["max_tokens"]
+        )
         while True:
             # During a swap it would compute with new weights on cached prefixes of the old ones.
             await self._open.wait()
-            label = self._label
-            result = await self._answer(ids, parameters)
-            # Submitted before a swap, with its first token after it: the old weights may have read some of its prompt.
-            if result.outputs[0].weight_versions[0].version == label:
+            if (result := await self._answer(ids, parameters, priority)) is not None:
                 return result
 
-    async def _answer(self, ids: Sequence[int], parameters: Any) -> Any:
+    async def _answer(self, ids: Sequence[int], parameters: Any, priority: int) -> Any:
+        """None if a swap came before the first token.
+
+        The old weights may have read some of the prompt.
+        """
         self._num_requests += 1
-        prompt = self._tokens_prompt(prompt_token_ids=list(ids), cache_salt=str(self._num_swaps))
+        name, num_swaps = str(self._num_requests), self._num_swaps
+        prompt = self._tokens_prompt(prompt_token_ids=list(ids), cache_salt=str(num_swaps))
         result: Any = None
-        answers = self._engine.generate(
-            prompt, parameters, request_id=str(self._num_requests), lora_request=self._adapter
-        )
-        async for output in answers:
-            result = output
+        self._tokenless[name] = None
+        try:
+            answers = self._engine.generate(
+                prompt, parameters, request_id=name, lora_request=self._adapter, priority=priority
+            )
+            async with contextlib.aclosing(answers):
+                async for output in answers:
+                    if result is not None:
+                        result.add(output, aggregate=True)
+                    elif self._num_swaps != num_swaps:
+                        return None
+                    else:
+                        del self._tokenless[name]
+                        result = output
+        finally:
+            self._tokenless.pop(name, None)
         return result
 
     async def _swap(self, method: str, arguments: Sequence[Any], num_tensors: int, label: str) -> None:
@@ -237,10 +257,13 @@ class VllmProcess:
     async def _set_version(self, label: str) -> None:
         # The salt is part of every block's key: prefixes of older weights are never found again.
         self._num_swaps += 1
+        # Now, or they would wait for memory, and their tokens would be thrown away.
+        if waiting := list(self._tokenless):
+            _LOG.debug("%d requests without a token begin again with version %s", len(waiting), label)
+            await self._engine.abort(waiting)
         if not self._running and not await self._engine.reset_prefix_cache():
             raise RuntimeError("requests were in flight while the version changed")
         await self._engine.update_weight_version(label)
-        self._label = label
         self._open.set()
 
     async def _give_up(self) -> None:

@@ -43,6 +43,7 @@ SAMPLERS = {
         {**VLLM, "sampling.top_k": 20, "sampling.temperature": 0.7}, "sampling", "use top_p = 1",
     ),
     "low temperature": ({**VLLM, "sampling.temperature": 0.001}, "sampling.temperature", "set a higher temperature"),
+    "high temperature": ({**VLLM, "sampling.temperature": 2.1}, "sampling.temperature", "set a lower temperature"),
     "no room for a prompt": (
         {**VLLM, "engine.max_model_len": 512, "sampling.max_new_tokens": 512}, "engine.max_model_len", "512 tokens hold no prompt with sampling.max_new_tokens = 512",
     ),
@@ -82,6 +83,7 @@ def test_keys_that_no_start_accepts_are_a_problem_of_the_file(service, keys, key
         ("sampler", {**VLLM, "sampling.top_p": 0.9}),
         ("sampler", {**VLLM, "sampling.top_p": 0.9, "sampling.temperature": 0.7, "sampling.logprob_mode": "raw"}),
         ("sampler", {**VLLM, "lora.rank": 512}),
+        ("sampler", {**VLLM, "sampling.temperature": 2.0}),
         ("sampler", {**VLLM, "engine.max_model_len": 513, "sampling.max_new_tokens": 512}),
         # As for `heterorl evaluate --max-new-tokens`.
         ("sampler", {**VLLM, "engine.max_model_len": 64}),
@@ -97,6 +99,7 @@ def test_their_neighbours_are_valid(service, keys):
     [
         ({"sampling": SamplingConfig(router_replay="rollout")}, "sampling.router_replay"),
         ({"sampling": SamplingConfig(temperature=0.001)}, "sampling.temperature"),
+        ({"sampling": SamplingConfig(temperature=2.1)}, "sampling.temperature"),
         ({"lora": LoraConfig(rank=1024)}, "lora.rank"),
         (
             {"engine": VllmEngineConfig(max_model_len=64), "sampling": SamplingConfig(max_new_tokens=64)},

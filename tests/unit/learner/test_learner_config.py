@@ -24,6 +24,17 @@ GAME = {"use_chat_template": True, "task": {"name": "seeds", "environment": "gam
         ({**GAME, "evaluation": {"every_versions": 1}}, "draws one turn of an episode"),
         ({**GAME, "sampling": {"router_replay": "rollout"}}, 'set router_replay to "none"'),
         (
+            {"sampling": {"router_replay": "rollout"}, "loss": {"kind": "grpo", "reference_kl": 0.04}},
+            "loss.reference_kl: the reference model does not replay; set loss.reference_kl to 0",
+        ),
+        (
+            {
+                "sampling": {"router_replay": "rollout"},
+                "loss": {"kind": "custom", "function": "mine:loss", "reads_reference": True},
+            },
+            "loss.reads_reference: the reference model does not replay; set loss.reads_reference to false",
+        ),
+        (
             {**GAME, "sampling": {"max_new_tokens": 65, "max_trajectory_tokens": 64}},
             "groups with a longer first turn are refused",
         ),

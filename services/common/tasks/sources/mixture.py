@@ -150,7 +150,7 @@ class MixtureTask(Task):
     def _mixed(self, index: int, number: int, inner: Prompt) -> MixedPrompt:
         return MixedPrompt(
             index=index, text=inner.text, answer=inner.answer, messages=inner.messages, columns=inner.columns,
-            refusal=inner.refusal, number=number, inner=inner,
+            refusal=inner.refusal, failure=inner.failure, number=number, inner=inner,
         )  # fmt: skip
 
 

@@ -344,13 +344,14 @@ class Flaky:
 
 
 @pytest.mark.process
-def test_canary_of_an_environment_is_the_same_after_failures_or_the_start_ends(prompter, tmp_path, caplog):
+@pytest.mark.parametrize("own", [{"name": "seeds"}, {"name": "mixture", "sources": [{"label": "a", "name": "seeds"}]}])
+def test_canary_of_an_environment_is_the_same_after_failures_or_the_start_ends(own, prompter, tmp_path, caplog):
     (tmp_path / "flaky.py").write_text(FLAKY)
 
     def ids_of(num_failures):
         (tmp_path / "failures").write_text(str(num_failures))
         options = {"environment": "flaky:Flaky", "environment_path": str(tmp_path), "evaluation_size": 8}
-        task = build_task(TaskConfig(name="seeds", **options))
+        task = build_task(TaskConfig(**own, **options))
         try:
             return [text.prompt.tolist() for text in canary_texts(task, prompter)]
         finally:

@@ -350,7 +350,7 @@ def _is_joined(read: Any) -> bool:
 
 
 def _as_sets(answer: Any, given: Any) -> tuple[Any, Any]:
-    """Conditions such as `x < 1 or x > 2`, as sets of relations, else of the values of one name."""
+    """Conditions as sets of relations, else of one name's values."""
     if type(answer) is type(given) or any(isinstance(one, sympy.FiniteSet) for one in (answer, given)):
         return sympy.FiniteSet(*answer.args), sympy.FiniteSet(*given.args)
     if len(answer.free_symbols | given.free_symbols) != 1:

@@ -192,7 +192,7 @@ def _said_in(completion: str) -> Statement:
 
 
 def _judged_by(words: list[re.Match[str]]) -> tuple[str, ...]:
-    """Forms of the last word that may be the answer; none before a correction."""
+    """Forms of the last word that may be the answer."""
     before = (one.string[max(0, one.start() - _LONGEST_BEFORE) : one.start()] for one in words)
     own = [one for one, text in zip(words, before, strict=True) if _says(one) and not _OF_ANOTHER.search(text)]
     return _forms_of(own[-1]) if own and not _CUED.search(own[-1].string, own[-1].end()) else ()

@@ -14,7 +14,7 @@ _SIGNS = {
     "\u2115": r"\mathbb{N}", "\u211a": r"\mathbb{Q}", "\u00b0": r"^\circ ", "\u03c0": r"\pi ", "\u03b1": r"\alpha ",
     "\u03b2": r"\beta ", "\u03b3": r"\gamma ", "\u03b4": r"\delta ", "\u03b8": r"\theta ", "\u03bb": r"\lambda ",
     "\u03bc": r"\mu ", "\u03c1": r"\rho ", "\u03c3": r"\sigma ", "\u03c6": r"\phi ", "\u03c9": r"\omega ",
-    "\uff0c": ",", "\uff05": "%", "\uff08": "(", "\uff09": ")", "\uff1a": ":", "\uff1d": "=",
+    "\uff0c": ",", "\uff05": "%", "\uff08": "(", "\uff09": ")", "\uff1a": ":", "\uff1d": "=", "\u2261": r"\equiv ",
     "\u00bd": r"\frac{1}{2}", "\u00bc": r"\frac{1}{4}", "\u00be": r"\frac{3}{4}", "\u2153": r"\frac{1}{3}",
     "\u2154": r"\frac{2}{3}", "\u2155": r"\frac{1}{5}", "\u2159": r"\frac{1}{6}", "\u215b": r"\frac{1}{8}",
     "\u3002": ".", "\u00a0": " ", "\u2009": " ", "\u202f": " ", "\u2002": " ", "\u2003": " ", "\u200b": "",

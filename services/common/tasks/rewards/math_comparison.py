@@ -26,6 +26,7 @@ from heterorl.common.tasks.rewards.math_expressions import (
     COMMAND,
     FUNCTIONS,
     MIXED,
+    MODULO,
     SCALES,
     Clock,
     Measured,
@@ -50,8 +51,11 @@ _CHANGED = re.compile(
     rf"(?i)(?!.*\d\s*=)(?:{MULTIPLE}|at\s+(?:least|most)\b)"
     r"|(?:over|under|above|below|up\s+to|no\s+(?:more|less|fewer)\s+than)\s+[$\\(]*\d"
     r"|[$\\(]*(?:[<>](?=[=\s\d$\\])|[\u2264\u2265]|[gl]eq?\b)"
-    r"|[$\\(]*[\d.,]+[)$\\]*(?:\+$|\s+(?:(?:squared|cubed)\W*$|(?:times|plus|minus|less\s+than|more\s+than)\s+[\d$\\(]"
+    r"|[$\\(]*[\d.,]+[)$\\]*(?:\+$|\s+(?:(?:squared|cubed)\W*$"
+    r"|(?:times|plus|minus|less\s+than|more\s+than)\s+(?:[\d$\\(]|[b-hj-z]\b)"
+    r"|to\s+[$\\(]*\d+(?!\d|\s+(?:decimal|significant|d\.?p|s\.?f))"
     r"|or\s+(?:more|less|fewer|greater|higher|lower|above|below)\b))"
+    r"|(?:the\s+)?\d+(?:st|nd|rd|th)\s+of\s+(?-i:[A-Z])"
 )
 _IT_IS = re.compile(r"(?i)^(?:(?:so|thus|hence|therefore),?\s+)?(?:it|x|that|this)(?:['\u2019]s|\s+(?:is|=))\s+")
 _WORD = re.compile(r"\w+")
@@ -71,6 +75,7 @@ _BARE = re.compile(
     re.DOTALL,
 )
 """A formula; a root or a multiple of pi without other terms; a ratio."""
+_MODULO = re.compile(MODULO)
 _TERM = re.compile(r"(?i)\b(?:plus|minus|times|over|by|and|or|than|between|from|to)\s\Z")
 _RATIO = re.compile(r"(?i)\b(?:ratio|proportion|scale|odds)\b")
 _IN_YEAR = re.compile(r"(?i)\b(?:in|since|by|during|until|from)\s+(?:19|20)\d\d\s+\Z")
@@ -166,6 +171,8 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
     texts = stated.texts or (stated.prose,) * (is_short and (wants_text or _is_bare(stated.prose)))
     if wants_text and not stated.texts:
         texts = (*texts, *_VERDICT.findall(completion))
+    if wants_text:
+        texts = (*texts, *stated.judged)
     found: list[Any] = []
     whole = _IT_IS.sub("", (stated.texts or (stated.prose,))[-1].strip(" .*"))
     is_said = bool(stated.texts) and not stated.is_marked
@@ -192,7 +199,7 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
     if wants_text or found or not stated.prose:
         return found
     # To the library \$ ends a formula.
-    prose = _BARE.sub(_as_formula, MIXED.sub(_as_fraction, signs_as_latex(stated.prose)))
+    prose = _BARE.sub(_as_formula, MIXED.sub(_as_fraction, _MODULO.sub(" ", signs_as_latex(stated.prose))))
     # The library's time limits use signals; this process has its own.
     parsed = _tried(parse, prose.replace("\\$", ""), parsing_timeout=None) or []
     return [one for one in parsed if not isinstance(one, str)]
@@ -249,7 +256,7 @@ def _is_equal(answer: Any, given: Any) -> bool:
         answer, given = given, answer
     else:
         answer, given = _unnumbered(answer, given)
-    if isinstance(given, sympy.FiniteSet) and not isinstance(answer, sympy.Set | sympy.Tuple) and given.args:
+    if isinstance(given, sympy.FiniteSet) and given.args and not _is_several(answer):
         # Several values are one answer only where each is right, such as 1/2 or 0.5.
         return all(_is_equal(Measured(answer, unit), one) for one in given.args)
     if _is_same(answer, given):
@@ -319,6 +326,10 @@ def _is_same(answer: Any, given: Any) -> bool:
     if isinstance(answer, Clock) and isinstance(given, Clock) and (answer.is_time or given.is_time):
         return answer.is_at(given)
     answer, given = (one.number if isinstance(one, Clock) else one for one in (answer, given))
+    if any(_is_joined(one) for one in (answer, given)):
+        answer, given = _as_sets(answer, given)
+        if None in (answer, given):
+            return False
     if any(type(one) is sympy.FiniteSet for one in (answer, given)) and any(
         isinstance(one, sympy.Tuple | sympy.Interval) for one in (answer, given)
     ):
@@ -327,6 +338,27 @@ def _is_same(answer: Any, given: Any) -> bool:
     answer, given = map(_with_one_i, (answer, given))
     is_same = _tried(verify, answer, given, timeout_seconds=None, allow_set_relation_comp=True)
     return bool(is_same) and not _are_apart(answer, given)
+
+
+def _is_several(read: Any) -> bool:
+    return isinstance(read, sympy.Set | sympy.Tuple) or _is_joined(read)
+
+
+def _is_joined(read: Any) -> bool:
+    # The library's own And is a chain such as 2 < x < 3.
+    return type(read) in (sympy.And, sympy.Or)
+
+
+def _as_sets(answer: Any, given: Any) -> tuple[Any, Any]:
+    """Conditions as sets of relations, else of one name's values."""
+    if type(answer) is type(given) or any(isinstance(one, sympy.FiniteSet) for one in (answer, given)):
+        return sympy.FiniteSet(*answer.args), sympy.FiniteSet(*given.args)
+    if len(answer.free_symbols | given.free_symbols) != 1:
+        return None, None
+    first, second = (
+        one if isinstance(one, sympy.Set) else _tried(lambda read, **_: read.as_set(), one) for one in (answer, given)
+    )
+    return first, second
 
 
 def _with_one_i(read: Any) -> Any:

@@ -34,14 +34,18 @@ _SCIENTIFIC = re.compile(r"(?<![A-Za-z\d.\\}])(\d++\.?\d*+|\.\d++)[eE]([+-]?\d+)
 MIXED = re.compile(r"(?<![\w.}/^])(\d{1,99})(?:[ \t]+|\s*\\[ ,;]\s*)(\d{1,99})\s*/\s*(\d{1,99})(?![\w/]|\.\d)")
 _REPEATING = re.compile(r"(?<![\d.])(\d{0,99})\.(\d{0,99})\\(?:overline|bar|dot)\s*(?:\{(\d{1,99})\}|(\d))(?!\d)")
 _SPACE = r"\\[ ,;:!]|~"
-ENDED = re.compile(rf"(?:{_SPACE}|[\s.;,]|\\$)+$")
+ENDED = re.compile(rf"(?:{_SPACE}|[\s.;,]|\\{{1,2}}$)+$")
 _BEGUN = re.compile(rf"^(?:{_SPACE}|\s|=|\\approx\b|\\therefore\b|\\text\s*\{{[^{{}}]*:\s*\}})+")
 _FONT = re.compile(
     r"\\(?:boldsymbol|underline|bm|num|mathbf)\s*\{([^{}]*)\}|\\(?:bf|large|Large|displaystyle)(?![a-zA-Z])"
+    r"|\\(?:text)?color\s*\{\w+\}"
 )
 _UPRIGHT = re.compile(r"\\(?:mathrm|rm)\s*\{\s*([ei])\s*\}|(?<=.)\\text\s*\{\s*([ei])\s*\}")
 _NAMED_FUNCTION = re.compile(r"\\operatorname\s*\{\s*((?:arc)?(?:sin|cos|tan|cot|sec|csc))\s*\}")
+_MAX_OF_SET = re.compile(r"(\\(?:max|min))\s?(?:\\left)?\\\{([^{}\\]*)(?:\\right)?\\\}")
+_DECIMAL_LOG = re.compile(r"\\lg(?![A-Za-z])")
 _JOINED = re.compile(r"\\text\s*\{\s*(and|or)\s*\}")
+_JOIN = re.compile(r"\b(?:and|or)\b")
 _EITHER_SIGN = re.compile(r"\\(pm|mp)(?![a-zA-Z])")
 _ASCENDING = re.compile("A?B?C?D?E?F?G?H?I?J?")
 _TEXT = re.compile(
@@ -51,11 +55,14 @@ _WORDS = re.compile(r"[^\W\d_][^\d_\\${}^=<>|+*/]*", re.DOTALL)
 _OPTION = re.compile(r"[(\[]?\s*([A-Za-z])\s*[)\].:]?")
 _LETTER = re.compile(r"[(\[]?[A-J][)\].]*")
 _OPTION_AND_VALUE = re.compile(
-    r"(?:\\text(?:bf|rm)?\s*\{\s*)?(?:\(([A-J])\)|([A-J])\s*[).:])(?:[\s}]|\\[ ,;:])+(\S.*)", re.DOTALL
+    r"(?:\\text(?:bf|rm)?\s*\{\s*)?(?:\(([A-J])\)\**[.:]?|([A-J])\**(?:\s*[).:]|\s[-\u2014](?=\s[A-Za-z]{3})))"
+    r"(?:[\s}*]|\\[ ,;:])+(\S.*)",
+    re.DOTALL,
 )
 _OPTION_NAMED = re.compile(
     r"(?i:(?:the\s+)?(?:correct\s+|right\s+)?(?:option|choice|letter|answer)\s*:?\s*)(?=[(\[]?[A-J]\b)"
 )
+_OPTION_COMMA = re.compile(r"^(\(?[A-J]\)?),(?=\s[\d$])(?!.*\b[A-J]\b)", re.DOTALL)
 _LONG_WORD = re.compile(r"(?<![\\A-Za-z])[A-Za-z]{3,}")
 COMMAND = re.compile(r"\\[A-Za-z]+")
 _ENVIRONMENT = re.compile(r"\\(?:begin|end)\s*\{[A-Za-z]+\*?\}(?:\{[lcr|]+\})?")
@@ -73,10 +80,19 @@ SCALES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 1
 _SCALED = re.compile(r"(?<=[\d}])\s*(" + "|".join(SCALES) + r")s?\b", re.IGNORECASE)
 GAP = r"(?:\s|\\[ ,;:!]|~)*"
 _AND = r"(?:,\s*and\b|,|;|\\?&|\b(?:and|plus)(?:\s+also)?\b|\bas\s+well\s+as\b)"
-_LETTERS = re.compile(rf"[(\[]*[A-J](?:(?:[.)\]]{{0,2}}{GAP}{_AND}|\){GAP}(?=\()){GAP}[(\[]?[A-J]\b)+[)\].]*")
+_MARK = r"(?:[A-J]|[IVX]{1,4})"
+"""A letter of an option, or a Roman number of a statement."""
+_LETTERS = re.compile(
+    rf"[(\[]*{_MARK}(?:(?:[.)\]]{{0,2}}{GAP}{_AND}|\)[.:]?{GAP}(?=\()){GAP}[(\[]?{_MARK}\b)+[)\].]*(?:\s+only)?"
+)
+MODULO = (
+    rf"(?:\(\s*+)?(?:\\[pb]?|(?<![A-Za-z\\]))mod(?:ulo)?(?![a-z]){GAP}+[({{]?(?P<by>[1-9]\d{{0,9}}|[A-Za-z])"
+    r"[)}]{0,2}"
+)
+_MODULO = re.compile(rf"{MODULO}$")
 _LISTED = re.compile(
-    rf"\(?[A-J][).:](?:(?:\s|\\ )+(?!(?:both|all|none|neither|either|only)\b)[^()\n]{{0,80}}?)?\s*(?:{_AND}|\bor\b)\s+"
-    r"\(?[A-J]\)"
+    rf"\(?[A-J](?:[).:]{{1,2}}|\s[-\u2014])(?:(?:\s|\\ )+(?!(?:both|all|none|neither|either|only)\b)[^()\n]{{0,80}}?)?"
+    rf"\s*(?:{_AND}|\bor\b)\s+\(?[A-J](?:[):]|\s[-\u2014]\s)"
 )
 """Two options with their values, such as (A) 3 and (B) 4."""
 _POWER = r"(?:\s*\^\s*\{?-?\d\}?|(?<=m)[23])?"
@@ -211,6 +227,7 @@ def latex_of(text: str) -> tuple[str, Unit] | None:
     text = _SCALED.sub(lambda scale: f" \\times 10^{{{SCALES[scale[1].lower()]}}}", text)
     text = text.replace("\\varnothing", "\\emptyset").replace("\\degree", "^\\circ")
     text = _RAISED_BY.sub(lambda power: f"^{{{power[1] or power[2]}}}", text)
+    text = _DECIMAL_LOG.sub(r"\\log_{10}", _MAX_OF_SET.sub(r"\1(\2)", text))
     text = text.replace("\\langle", "(").replace("\\rangle", ")").replace("\\bigcup", "\\cup")
     text, angle = (_ANGLE.sub(r"\\frac{\1\\pi}{180}", text), Unit()) if _TURNS.search(text) else _without_circle(text)
     text, named = _without_unit(_ORDINAL.sub("", text))
@@ -266,7 +283,8 @@ def _repeated(number: re.Match[str]) -> str:
 
 _EXACT, _NEAR = 1e-9, 1e-2
 _CONVERTED = re.compile(
-    r"(.{1,60}?)(?:,?\s(?:which\s(?:is|equals|makes)|that\sis,?|or)\s(.{1,60})|\s?=\s?([^=]{1,60})|\s\((.{1,60})\))"
+    r"(.{1,60}?)(?:,?\s(?:which\s(?:is|equals|makes)|that\sis,?|or)\s(.{1,60})|\s?(?:=|\\approx)\s?([^=]{1,60})"
+    r"|\s\((.{1,60})\))"
 )
 """A value, and perhaps the same in another form."""
 _BASED = re.compile(r"([0-9A-Za-z]+)_\{?(\d+|\\text\{[a-z]+\})\}?")
@@ -295,7 +313,7 @@ def readings(text: str) -> list[Any]:
     """Meanings of a stated answer; option and value count apart and together."""
     inner = unwrap(signs_as_latex(text))
     if _OPTION_NAMED.match(plain := _TEXT.sub(r"\1", inner)):
-        inner = plain = _OPTION_NAMED.sub("", plain)
+        inner = plain = _OPTION_COMMA.sub(r"\1.", _OPTION_NAMED.sub("", plain))
     plain = plain.replace("**", "")
     if (said := _CONVERTED.fullmatch(inner)) is not None:
         both = [read_expression(part) for part in said.groups() if part is not None]
@@ -305,7 +323,7 @@ def readings(text: str) -> list[Any]:
             return both[:1] if second.unit == PERCENT != first.unit else both
     is_list = _LETTERS.fullmatch(plain) is not None
     if not is_list and _LISTED.match(own := CLAUSE_END.split(plain, maxsplit=1)[0]):
-        return [Option(Text(own), None)]
+        return [one for one in (Option(Text(own), None), words_of(inner)) if one is not None]
     option = None if is_list else _OPTION_AND_VALUE.fullmatch(inner)
     if option is None:
         found = [read_expression(inner if _OPTION.fullmatch(inner) else text)]
@@ -332,7 +350,7 @@ def read_expression(text: str) -> Any:
     text = ENDED.sub("", _BEGUN.sub("", unwrap(text if box is None else box[0]))).strip()
     text = _UPRIGHT.sub(r"\1\2", _NAMED_FUNCTION.sub(r"\\\1", _FONT.sub(r"\1", text)))
     if (letters := _LETTERS.fullmatch(_TEXT.sub(r"\1", text).replace("**", ""))) is not None:
-        return Text(" ".join(sorted(re.findall("[A-J]", letters[0]))).casefold())
+        return Text(" ".join(sorted(re.findall(rf"\b{_MARK}\b", letters[0]))).casefold())
     if (words := words_of(text)) is not None:
         return words
     if (based := _BASED.fullmatch(text)) is not None and _is_based(based):
@@ -365,6 +383,8 @@ def _date_of(text: str) -> Text | None:
 
 
 def _measured_in(text: str) -> Any:
+    if (residue := _MODULO.search(plain := _TEXT.sub(r"\1", text))) is not None:
+        text = ENDED.sub("", plain[: residue.start()].replace("\\equiv", "="))
     if (read := latex_of(text)) is None or not read[0]:
         return None
     maths, unit = read
@@ -380,7 +400,22 @@ def _measured_in(text: str) -> Any:
     if isinstance(found, sympy.FiniteSet) and _BRACED.fullmatch(maths) and not found.has(sympy.Eq):
         # Without braces it may be a tuple too; names give an order.
         found = sympy.FiniteSet(*found.args)
+    if residue is not None and found is not None:
+        # Its modulus is a unit: 3 modulo 7 is 3, and not 3 modulo 5.
+        return Measured(_reduced(found, residue["by"]), Unit(over=frozenset({f"mod {residue['by']}"})))
+    if isinstance(found, sympy.FiniteSet) and len(joins := set(_JOIN.findall(maths))) == 1:
+        # Of values the word makes a list, of relations a condition.
+        kinds = {isinstance(one, sympy.And | sympy.Rel) + isinstance(one, sympy.Eq) for one in found.args}
+        if kinds in ({1}, {1, 2}):
+            found = (sympy.Or if joins == {"or"} else sympy.And)(*found.args, evaluate=False)
     return Measured(found, unit) if found is not None and any(unit) else found
+
+
+def _reduced(found: Any, by: str) -> Any:
+    if isinstance(found, sympy.Eq):
+        return found.func(found.lhs, _reduced(found.rhs, by), evaluate=False)
+    is_number = by.isdigit() and isinstance(found, sympy.Expr) and found.is_number
+    return sympy.Mod(found, int(by)) if is_number else found
 
 
 def _parsed(text: str) -> Any:

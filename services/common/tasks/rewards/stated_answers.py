@@ -96,7 +96,7 @@ _IS_CORRECT = re.compile(
 )
 # The text behind is only looked at: it may hold the next statement.
 _SAID = re.compile(
-    r"(?i)(?:\b(?:correct|right|answer|my)\s+(?:option|choice)\b|(?<![</])\banswers?\b|\u7b54\u6848)"
+    r"(?i)(?:\b(?:correct|right|best|answer|my)\s+(?:option|choice)\b|(?<![</])\banswers?\b|\u7b54\u6848)"
     r"(?P<says>(?:\s+(?:is|are|to .{0,80}? is|(?:must|should)\s+be(?=\s+[*$\\(]{0,3}(?:-?\d|(?-i:[A-J])\b)))\b"
     r"|[\s\uff0c,]*\u800c?[\u662f\u4e3a])?\**\s*[:\uff1a=]?)\**\s*"
     r"(?=(?P<said>[^\n]+))"
@@ -104,6 +104,12 @@ _SAID = re.compile(
 _JUDGED = re.compile(
     r"(?i)(?:correct|right|reasonable|valid|consistent|verified|above(?!\s+[$\d])|in (?:its )?(?:simplest|lowest))\b"
 )
+_OF_ANOTHER = re.compile(
+    r"(?i)\b(?:this|that|(?:if|whether|(?:check|verify|confirm|ensure|sure)(?:\s+that)?)\s+(?:the|my|our))\s+\Z"
+)
+"""Words before an answer that is judged: `whether the answer is valid`."""
+_LONGEST_BEFORE = 40
+_CUED = re.compile(rf"(?i)\b{_CUE}")
 _SENTENCE_END = re.compile(r"\.(?:[\s*]|$)|\u3002")
 _BUT_NOT = re.compile(r"(?i)\s*(?:[,;(]\s*(?:and |but )?not|\brather than|\binstead of)\b[^.,;\n]*")
 MULTIPLE = (
@@ -144,6 +150,8 @@ class Statement(NamedTuple):
     """Whether a box or a tag marks it; then no other text counts."""
     prose: str
     """Text that math-verify searches if no form can be read."""
+    judged: tuple[str, ...] = ()
+    """Forms of a word such as "valid": the answer, or a judgement of one."""
 
 
 def statement_of(completion: str) -> Statement:
@@ -162,7 +170,10 @@ def statement_of(completion: str) -> Statement:
 def _said_in(completion: str) -> Statement:
     headed = list(_HEADED.finditer(completion))
     spoken = _ALTERNATIVES.sub(_as_formula, completion[headed[-1].end() :] if headed else completion)
-    found = [one for one in _SAID.finditer(spoken) if not _JUDGED.match(one["said"])]
+    found: list[re.Match[str]] = []
+    words: list[re.Match[str]] = []
+    for one in _SAID.finditer(spoken):
+        (words if _JUDGED.match(one["said"]) else found).append(one)
     if headed and not any(_weight(one) == _STATED and _HAS_VALUE.search(one["said"]) for one in found):
         # A last heading with text below it may be a title.
         is_end = not completion[headed[-1].end() :].strip()
@@ -170,15 +181,28 @@ def _said_in(completion: str) -> Statement:
         return Statement(texts=(lines[-1], _HEAD.sub("", lines[-1], count=1)), is_marked=False, prose=completion)
     completion = spoken
     correct = [one["letter"] for one in _IS_CORRECT.finditer(completion) if one["open"] is None]
+    has_value = correct or any(_weight(one) == _STATED for one in found)
+    judged = () if has_value else _judged_by(words)
     if not found or (correct and not any(_says(one) for one in found)):
-        return Statement(texts=tuple(correct[-1:]), is_marked=False, prose=completion)
+        return Statement(texts=tuple(correct[-1:]), is_marked=False, prose=completion, judged=judged)
     last = max(reversed(found), key=_weight)
-    said = _BUT_NOT.sub("", last["said"])
-    sentence = _SENTENCE_END.split(said, maxsplit=1)[0]
-    bare = _HEAD.sub("", sentence, count=1)
     # A statement ends all that stands before it; a mere mention does not.
     prose = completion[last.start() :] if _says(last) else completion
-    return Statement(texts=(said, sentence, bare, CLAUSE_END.split(bare, maxsplit=1)[0]), is_marked=False, prose=prose)
+    return Statement(texts=_forms_of(last), is_marked=False, prose=prose, judged=judged)
+
+
+def _judged_by(words: list[re.Match[str]]) -> tuple[str, ...]:
+    """Forms of the last word that may be the answer."""
+    before = (one.string[max(0, one.start() - _LONGEST_BEFORE) : one.start()] for one in words)
+    own = [one for one, text in zip(words, before, strict=True) if _says(one) and not _OF_ANOTHER.search(text)]
+    return _forms_of(own[-1]) if own and not _CUED.search(own[-1].string, own[-1].end()) else ()
+
+
+def _forms_of(statement: re.Match[str]) -> tuple[str, ...]:
+    said = _BUT_NOT.sub("", statement["said"])
+    sentence = _SENTENCE_END.split(said, maxsplit=1)[0]
+    bare = _HEAD.sub("", sentence, count=1)
+    return said, sentence, bare, CLAUSE_END.split(bare, maxsplit=1)[0]
 
 
 def boxed(text: str) -> tuple[str, ...] | None:

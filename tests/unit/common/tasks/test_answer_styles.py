@@ -340,6 +340,67 @@ STYLES = [
         ["The answer is Paris, the capital of France.", "Answer: Paris (France)", "Paris"],
         ["The answer is London, not Paris."],
     ),
+    # Words that judge an answer, or are one.
+    ("valid", ["The answer is valid.", "Answer: valid", "It is sound. So the answer is **valid**."], [
+        "The answer is invalid.", "The answer is not valid.", "The answer is valid or invalid.", "The answer is valid. Wait, it is invalid.",
+        "So it is invalid. This answer is valid.", "The answer is invalid. Let me verify that the answer is valid.",
+        "Check whether the answer is valid.", "The answer is invalid. This is the right answer.",
+    ]),
+    ("right triangle", ["The answer is right triangle.", "**Final Answer:** right triangle"], ["The answer is left triangle.", "The answer is right."]),
+    ("above", ["The answer is above.", box("above")], ["The answer is below.", "The answer is above 5."]),
+    ("Yes", ["Yes, it is. The answer is valid."], ["No. The answer is valid."]),
+    # Marks between an option's letter and its value.
+    ("B", [
+        "(B): Paris", "(B). Paris", "B - Paris", "B \u2014 Paris", "**B**: Paris", "**(B)**: Paris", "The answer is (B): Paris", "Answer: B - Paris",
+        "<answer>(B): Paris</answer>", "#### (B): Paris", box("(B): 12"), box(r"\text{(B): Paris}"), "The answer is option B, 12 apples.",
+        "Among A, B, C and D the best choice is B.",
+    ], [
+        "(C): Paris", "C - Paris", "**C**: Paris", "option C, 12 apples", "The best choice is C.", box("A - 1"), box("A - B"), "B - C",
+        "(B): (C)", "(B). (C)", "option B, C",
+    ]),
+    *((one, [], [
+        "(B): Paris or (C): London", "B: Paris or C: London", "B - Paris or C - London", "**B**: Paris or **C**: London", "(B). Paris and (C). London",
+        "(B): Paris, (C): London", "The answer is option B, 12 apples or option C, 13 apples.", "The answer is option (B), 12, or (C), 13.",
+    ]) for one in "BC"),
+    ("12", ["(B): 12", "The answer is option B, 12 apples."], ["(B): 13", "option B, 13 apples"]),
+    ("A-1", [box("A - 1")], [box("A"), box("1")]),
+    ("A. Smith and B. Jones", ["A. Smith and B. Jones", box("A. Smith and B. Jones")], ["A. Smith", "(A)"]),
+    # Conditions joined by a word, and sets.
+    *((one, [
+        *map(box, (r"x<-2 \text{ or } x>3", r"x>3 \text{ or } x<-2", r"(-\infty,-2)\cup(3,\infty)")),
+        "The answer is $x<-2$ or $x>3$.", "The answer is x < -2 or x > 3.",
+    ], [*map(box, (
+        r"x<-2 \text{ and } x>3", r"x<-2 \text{ or } x>4", r"x\le -2 \text{ or } x>3", r"x>-2 \text{ or } x<3", "x<-2", r"x<-2 \text{ or } y>3",
+        "(-2,3)", r"(-\infty,-2]\cup(3,\infty)",
+    )), "The answer is $x<-2$ and $x>3$."]) for one in (r"(-\infty,-2)\cup(3,\infty)", r"x<-2 \text{ or } x>3")),
+    (r"-2<x<0 \text{ or } x>1", [box(r"(-2,0)\cup(1,\infty)")], [box(r"(-2,0]\cup(1,\infty)"), box(r"(-2,1)")]),
+    (r"x>2 \text{ and } x<3", [box("2<x<3"), box("(2,3)"), box("x<3, x>2")], [box(r"x>2 \text{ or } x<3"), box("[2,3]"), box(r"\mathbb{R}")]),
+    ("x<-2, x>3", [box(r"x<-2 \text{ or } x>3")], [box(r"x<-2 \text{ or } x>4")]),
+    ("x<a or x>b", [box(r"x>b \text{ or } x<a")], [box(r"x>a \text{ or } x<b"), box(r"x<a \text{ and } x>b")]),
+    ("x=3 or x=5", [box("3,5"), box(r"x=5 \text{ and } x=3")], [box("3"), box("x=3")]),
+    # Residues: a modulus is like a unit.
+    *((one, [
+        *map(box, (r"3 \pmod{7}", r"x \equiv 3 \pmod 7", r"3 \bmod 7", r"3\text{ mod }7", r"3 (\text{mod } 7)", r"10 \bmod 7", "3")),
+        "The answer is x \u2261 3 (mod 7).", "So x \u2261 3 (mod 7).", r"The answer is $x \equiv 3 \pmod 7$.", "Answer: 3 mod 7", "x = 3 modulo 7",
+    ], [*map(box, ("7", "4", r"4 \pmod 7", r"x \equiv 4 \pmod 7", r"\frac{3}{7}", "21"))]) for one in ("3", r"3 \pmod{7}", r"x \equiv 3 \pmod 7", "3 mod 7")),
+    (r"x\equiv 3\pmod 7", [box(r"x \equiv -4 \pmod 7")], [*map(box, (
+        r"3 \pmod 5", r"x \equiv 3 \pmod{14}", r"y \equiv 3 \pmod 7", "3 cm", r"3\%", r"x\equiv 3 \pmod 7, x\equiv 2 \pmod 5",
+    ))]),
+    ("7", [], [box(r"x \equiv 3 \pmod 7"), "So x \u2261 3 (mod 7).", box(r"\pmod 7")]),
+    (r"2^{10} \bmod 7", [box("2"), box(r"2 \pmod 7")], [box("1024"), box("7")]),
+    # Numbers of statements.
+    *((one, [*map(box, (r"\text{I and II}", r"\text{I, II}", "II, I", r"\text{I and II only}", r"\text{(I) and (II)}")), "The answer is I and II."],
+       [*map(box, (r"\text{I and III}", "I", "II", r"\text{I, II, III}", r"\text{I or II}", "1, 2")), "The answer is I or II."])
+      for one in (r"\text{I and II}", r"\text{I, II}")),
+    # Words that make another number of one, and words that do not.
+    *((one, [], ["Answer: 5 to 6", "5 more than x", "Answer: 5 more than x", "5th of May", "The answer is the 5th of May.", "The answer is 5 plus n."])
+      for one in "56"),
+    ("12", ["The answer is 12 times a day.", "Answer: 12 more than Tom", "The answer is 12 to 1 decimal place.", "The answer is 12th."], []),
+    # Small forms.
+    ("12", [*map(box, (r"12\\", r"\color{red}{12}", r"\textcolor{blue}{12}"))], [box(r"\color{red}{13}"), box(r"1\\2")]),
+    ("1.286", [box(r"\frac{9}{7} \approx 1.286"), "The answer is 9/7 \u2248 1.286."], [box(r"\frac{9}{7} \approx 1.386")]),
+    (r"\max(a,b)", [box(r"\max\{a,b\}")], [box(r"\min\{a,b\}"), box(r"\max\{a,c\}")]),
+    (r"\lg 2", [box(r"\log_{10} 2"), box(r"\lg(2)")], [box(r"\ln 2"), box(r"\lg 3")]),
 ]  # fmt: skip
 
 

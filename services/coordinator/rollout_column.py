@@ -146,17 +146,12 @@ class RolloutColumn:
         if len(assignments) > MAX_ASSIGNMENTS:
             raise InvalidRequest(f"assignments: {len(assignments)}, at most {MAX_ASSIGNMENTS} are taken at once")
 
-        def operation(connection: Connection) -> list[tuple[int, int]]:
+        def operation(connection: Connection) -> None:
             self._context.sites.require(connection, site, incarnation)
             at_least = self._context.config.groups_per_version
-            return work_assignments.take_back(connection, (site, incarnation), assignments, reason, at_least=at_least)
+            work_assignments.take_back(connection, (site, incarnation), assignments, reason, at_least=at_least)
 
-        for assignment, prompt in await self._context.database.run(operation):
-            _LOG.warning(
-                "assignment %d is closed, correct prompt %d: no group in %d tries or more (last site=%s, reason=%s);"
-                " `heterorl check-config learner --prompt %d` shows its text",
-                assignment, prompt, work_assignments.MAX_RETURNS, site, reason and reason.value, prompt,
-            )  # fmt: skip
+        await self._context.database.run(operation)
 
     async def stated_contract(self) -> Contract | None:
         return await self._context.database.run(lineage.read_contract)

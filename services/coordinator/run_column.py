@@ -284,7 +284,10 @@ class Beats:
     async def commands(self, holder: Holder) -> tuple[Command, ...] | None:
         """Commands for a holder, None if unregistered; raises as `Database.run`."""
         with self._lock:
-            mine = self._open = self._open or _Round()
+            mine = self._open
+            # Done but open: the store failed before its thread took the round, as on a full disk.
+            if mine is None or (mine.answers is not None and mine.answers.done()):
+                mine = self._open = _Round()
             mine.holders.add(holder)
         if mine.answers is None:
             mine.answers = self._database.submit(lambda connection: self._answer(connection, mine))

@@ -85,6 +85,14 @@ class _Entry(Generic[ValueT]):
     until: float
 
 
+@dataclass(slots=True)
+class _Question(Generic[ValueT]):
+    """A question under way; without waiting callers it is cancelled."""
+
+    task: asyncio.Task[ValueT]
+    num_waiting: int = 0
+
+
 class Answers(Generic[ValueT]):
     """Answers of one kind, kept for `keep_s`; `size` gives one's bytes."""
 
@@ -97,7 +105,7 @@ class Answers(Generic[ValueT]):
         self._num_expired = 0
         self._num_cleared = 0
         self._entries: OrderedDict[Hashable, _Entry[ValueT]] = OrderedDict()
-        self._asking: dict[Hashable, asyncio.Future[ValueT]] = {}
+        self._asking: dict[Hashable, _Question[ValueT]] = {}
 
     async def get(self, key: Hashable, ask: Callable[[], Awaitable[ValueT]]) -> ValueT:
         """The answer of a key; `ask` asks the coordinator.
@@ -109,16 +117,21 @@ class Answers(Generic[ValueT]):
         asking = self._asking.get(key)
         if asking is None:
             # A task of its own: the first caller may leave first.
-            asking = asyncio.ensure_future(self._ask(key, ask))
-            self._asking[key] = asking
-            asking.add_done_callback(lambda done: self._asked(key, done))
+            asking = self._asking[key] = _Question(asyncio.ensure_future(self._ask(key, ask)))
+        asking.num_waiting += 1
         try:
-            return await asyncio.shield(asking)
+            return await asyncio.shield(asking.task)
         except Unreachable:
             entry = self._entries.get(key)
             if entry is None:
                 raise
             return entry.value
+        finally:
+            asking.num_waiting -= 1
+            if not asking.num_waiting:
+                asking.task.cancel()
+            if (not asking.num_waiting or asking.task.done()) and self._asking.get(key) is asking:
+                del self._asking[key]
 
     def expire(self) -> None:
         """Ask again; old answers serve while the coordinator is unreachable."""
@@ -151,12 +164,6 @@ class Answers(Generic[ValueT]):
         while self._num_bytes > self._max_bytes:
             _, oldest = self._entries.popitem(last=False)
             self._num_bytes -= oldest.num_bytes
-
-    def _asked(self, key: Hashable, done: asyncio.Future[ValueT]) -> None:
-        if self._asking.get(key) is done:
-            del self._asking[key]
-        if not done.cancelled():
-            done.exception()
 
 
 class Head:

@@ -125,6 +125,10 @@ class _ReturnReasonEnumTypeWrapper(google.protobuf.internal.enum_type_wrapper._E
     """Its environment failed."""
     RETURN_REASON_TOOL_LOST: _ReturnReason.ValueType  # 6
     """Its environment took too long, or its process died."""
+    RETURN_REASON_GROUP_INVALID: _ReturnReason.ValueType  # 7
+    """The coordinator refused its group as invalid; no site states this."""
+    RETURN_REASON_GROUP_STALE: _ReturnReason.ValueType  # 8
+    """Its group was too old when it arrived; no site states this."""
 
 class ReturnReason(_ReturnReason, metaclass=_ReturnReasonEnumTypeWrapper):
     """ReturnReason is the closed set of reasons for which a row gives no group at any site."""
@@ -143,6 +147,10 @@ RETURN_REASON_ENVIRONMENT_FAILED: ReturnReason.ValueType  # 5
 """Its environment failed."""
 RETURN_REASON_TOOL_LOST: ReturnReason.ValueType  # 6
 """Its environment took too long, or its process died."""
+RETURN_REASON_GROUP_INVALID: ReturnReason.ValueType  # 7
+"""The coordinator refused its group as invalid; no site states this."""
+RETURN_REASON_GROUP_STALE: ReturnReason.ValueType  # 8
+"""Its group was too old when it arrived; no site states this."""
 Global___ReturnReason: typing_extensions.TypeAlias = ReturnReason
 
 class _DropReason:

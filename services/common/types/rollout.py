@@ -230,7 +230,7 @@ class PushStatus(enum.Enum):
 
 
 class ReturnReason(enum.Enum):
-    """Why a row gives no group, at any site."""
+    """Why a row gives no usable group, at any site."""
 
     REWARD_FAILED = "reward_failed"
     PROMPT_REFUSED = "prompt_refused"
@@ -238,6 +238,10 @@ class ReturnReason(enum.Enum):
     ENGINE_FAILED = "engine_failed"
     ENVIRONMENT_FAILED = "environment_failed"
     TOOL_LOST = "tool_lost"
+    GROUP_INVALID = "group_invalid"
+    """The coordinator refused its group as invalid."""
+    GROUP_STALE = "group_stale"
+    """Its group was too old when it arrived."""
 
 
 class DropReason(enum.Enum):

@@ -159,10 +159,13 @@ def record(
     ledger.forget_refused(connection, group_id.site)
     if arrived.sealed is not None and context.ring.wants(kind_of(reason), arrival):
         context.ring.keep_dropped(connection, arrived.sealed, reason, detail=message)
-    if reason in work_assignments.REOPENED:
+    at_least = context.config.groups_per_version
+    if why := work_assignments.RETURNED.get(reason):
+        work_assignments.take_back(connection, key, [arrived.assignment], why, at_least=at_least)
+    elif reason in work_assignments.REOPENED:
         work_assignments.give_back(connection, key, [arrived.assignment])
     if reason is DropReason.LOST_MEMBERS:
-        work_assignments.put_behind(connection, arrived.assignment, at_least=context.config.groups_per_version)
+        work_assignments.put_behind(connection, arrived.assignment, at_least=at_least)
     return PushOutcome(id=group_id, status=PushStatus.DROPPED, reason=reason, message=message)
 
 

@@ -9,7 +9,7 @@ Store operations.
 An assignment is a row until its group is accepted, so no prompt is lost. Expired or returned ones are handed out first,
 with the same prompt and seed. The newest MAX_HOLDERS holders may still answer, once.
 
-A row that gives no group waits for one version's assignments, for twice as many after the next return, and so on.
+A row that gives no group, or an invalid or late one, waits for one version's assignments, then for twice as many, ...
 After MAX_RETURNS counted returns it is closed, and a late group is dropped as surplus.
 
 A held-out prompt (HELD_OUT or more) is a row until it is answered or its evaluation ends. When all are out, an idle
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 import zlib
 from collections.abc import Collection, Mapping, Sequence
 
@@ -32,18 +33,21 @@ from heterorl.common.types.rollout import DropReason, GroupId, ReturnReason, Wor
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import ledger, schedule
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
-from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.sites import Holder
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import NUMBERS, Connection, get_meta, set_meta
 
-REOPENED = quarantine.REJECTABLE | {
-    DropReason.STALE_AT_INGEST, DropReason.STALE_AT_LEASE, DropReason.STALE_AT_COMMIT, DropReason.INVALID,
-    DropReason.UNKNOWN_VERSION, DropReason.WRONG_DIGEST, DropReason.LINEAGE_ABANDONED, DropReason.QUARANTINED,
-    DropReason.LOST_MEMBERS,
+_LOG = logging.getLogger(__name__)
+REOPENED = {
+    DropReason.STALE_AT_LEASE, DropReason.STALE_AT_COMMIT, DropReason.INVALID, DropReason.UNKNOWN_VERSION,
+    DropReason.WRONG_DIGEST, DropReason.LINEAGE_ABANDONED, DropReason.QUARANTINED, DropReason.LOST_MEMBERS,
 }  # fmt: skip
-"""Drops after which the prompt is handed out again. After a drop of the learner (too long, not finite, equal rewards)
-the same prompt and seed would fail again."""
+"""Drops after which the prompt is handed out again. After a drop of the learner (failed check, too long, not finite,
+equal rewards) the same prompt and seed would fail again, and a site that does not cheat would be blamed."""
+RETURNED = {
+    DropReason.INVALID: ReturnReason.GROUP_INVALID, DropReason.STALE_AT_INGEST: ReturnReason.GROUP_STALE
+}  # fmt: skip
+"""Drops at arrival that count as a return: every group of the row may meet the same end."""
 MAX_HOLDERS = 3
 """Sites that may answer an assignment: the holder and the two before it."""
 MAX_EVALUATORS = 64
@@ -310,21 +314,20 @@ def is_hopeless(returned: Mapping[str, int], *, is_shared: bool) -> bool:
 
 def take_back(
     connection: Connection, holder: Holder, assignments: Sequence[int], reason: ReturnReason | None, *, at_least: int
-) -> list[tuple[int, int]]:
-    """Take assignments back from their holder; returns those that this closes.
+) -> None:
+    """Take assignments back from their holder; may close some.
 
-    Each comes with its prompt. `reason` is why their rows give no group; returns with None are not counted. Returned
-    ones wait for `at_least` new ones.
+    `reason` is why their rows give no group; returns with None are not counted. Returned ones wait for `at_least` new
+    ones.
     """
     site = SiteId(holder[0])
     # A held-out prompt that cannot be drawn is answered without a score.
     give_back(connection, holder, [each for each in assignments if reason is None or each >= HELD_OUT])
     if reason is None:
-        return []
+        return
     is_shared = tallies.read(connection, "wanting") > 1
     accepted, in_row = _standing(connection, site)
     following = int(get_meta(connection, "next_assignment") or 0)
-    closed = []
     for assignment, prompt, returned in held_by(connection, assignments, holder):
         if in_row < MAX_IN_ROW:
             in_row += 1
@@ -332,7 +335,11 @@ def take_back(
             if is_hopeless(returned, is_shared=is_shared):
                 answer(connection, [assignment])
                 ledger.add(connection, ledger.closed_account_of(reason), 1)
-                closed.append((assignment, prompt))
+                _LOG.warning(
+                    "assignment %d is closed, correct prompt %d: no group in %d tries or more (last site=%s,"
+                    " reason=%s); `heterorl check-config learner --prompt %d` shows its text",
+                    assignment, prompt, MAX_RETURNS, site, reason.value, prompt,
+                )  # fmt: skip
                 continue
         give_back(connection, holder, [assignment])
         doublings = min(max(0, sum(returned.values()) - 1), _MAX_DOUBLINGS)
@@ -345,7 +352,6 @@ def take_back(
         " DO UPDATE SET accepted = excluded.accepted, num_returns = excluded.num_returns",
         (site, accepted, in_row),
     )
-    return closed
 
 
 def _standing(connection: Connection, site: SiteId) -> tuple[int, int]:

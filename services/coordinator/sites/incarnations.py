@@ -2,7 +2,7 @@
 
 An incarnation is one sampler's outbox. A watermark and the few sequences beyond it tell which of its groups are known,
 so an id takes effect once. An incarnation that pushed stays for its watermark, and older ones are shown as one sum.
-Only the newest KEPT of the others stay.
+Only the newest KEPT of the others stay. The watermark of an older one without work passes over what it did not push.
 """
 
 from __future__ import annotations
@@ -140,6 +140,13 @@ def note(connection: Connection, site: str, incarnation: str) -> list[str]:
         elif not _has_pushed(connection, site, each):
             connection.execute("DELETE FROM sites WHERE site = ? AND incarnation = ?", (site, each))
             forgotten.append(each)
+        else:
+            # Else a site could fill the store with gaps of ever new incarnations.
+            (highest,) = connection.execute(
+                "SELECT coalesce(max(sequence), 0) FROM beyond_watermark WHERE site = ? AND incarnation = ?",
+                (site, each),
+            ).fetchone()
+            pass_over(connection, site, each, lowest=highest + 1)
     set_meta(connection, key, json.dumps(kept))
     return forgotten
 

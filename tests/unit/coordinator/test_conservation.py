@@ -5,6 +5,7 @@ import dataclasses
 import math
 import shutil
 import tempfile
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,9 @@ from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Rejection
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups import ledger
+from heterorl.coordinator.groups import ledger, work_assignments
 from heterorl.coordinator.groups.queue import LATE_EVERY
+from heterorl.coordinator.groups.work_assignments import MAX_IN_ROW, MAX_RETURNS
 from tests.support.clock import ManualClock
 from tests.support.examples import examples
 from tests.support.limits import WAIT_S
@@ -28,7 +30,7 @@ SITES = ("eu-1", "us-1")
 PER_VERSION, BOUND, LIMIT = 2, 3, 9
 MAX_AGE_S, WORK_LEASE_S, LEARNER_LEASE_S = 500.0, 60.0, 10.0
 REOPENED_ELSEWHERE = {DropReason.STALE_AT_LEASE, DropReason.STALE_AT_COMMIT, DropReason.LINEAGE_ABANDONED,
-                      DropReason.LOGPROB_MISMATCH, DropReason.QUARANTINED, DropReason.UNKNOWN_VERSION}  # fmt: skip
+                      DropReason.QUARANTINED, DropReason.UNKNOWN_VERSION}  # fmt: skip
 SHARING_S = 60.0
 
 
@@ -42,6 +44,8 @@ class Work:
     deadline: float | None = None
     holders: set = dataclasses.field(default_factory=set)
     is_answered: bool = False
+    open_from: int = 0
+    returned: dict = dataclasses.field(default_factory=dict)
 
 
 class Model(RuleBasedStateMachine):
@@ -66,6 +70,8 @@ class Model(RuleBasedStateMachine):
         self.lease_ends = 0.0
         self.asked = {}
         self.owed = dict.fromkeys(SITES, 0)
+        self.in_row = dict.fromkeys(SITES, 0)
+        self.closed = Counter()
 
     def wait(self, awaitable):
         return self.loop.run_until_complete(asyncio.wait_for(awaitable, WAIT_S))
@@ -111,7 +117,7 @@ class Model(RuleBasedStateMachine):
         entry[:2] = "dropped", reason
         if reason in REOPENED_ELSEWHERE:
             work = self.work[entry[4]]
-            work.is_answered, work.holders, work.deadline, work.site = False, set(), None, ""
+            self.work[entry[4]] = Work(prompt_index=work.prompt_index, seed=work.seed)
 
     def drop_stale(self):
         now = self.clock.wall()
@@ -132,7 +138,8 @@ class Model(RuleBasedStateMachine):
     def allowance(self, site, now):
         """How many assignments a site may hold: its share, less what it owes."""
         leased = [work.site for work in self.work.values() if work.deadline is not None]
-        wanting = {site, *leased, *(name for name, at in self.asked.items() if now - at <= SHARING_S)}
+        self.asked = {name: at for name, at in self.asked.items() if now - at <= SHARING_S}
+        wanting = {site, *leased, *self.asked}
         if len(wanting) == 1:
             return LIMIT, leased.count(site)
         equal = math.ceil(LIMIT / len(wanting))
@@ -194,7 +201,11 @@ class Model(RuleBasedStateMachine):
             and head + (outstanding + granted) // PER_VERSION - version <= BOUND
         ):
             granted += 1
-        unanswered = sorted(a for a, work in self.work.items() if not work.is_answered and work.deadline is None)
+        unanswered = sorted(
+            number
+            for number, work in self.work.items()
+            if not work.is_answered and work.deadline is None and work.open_from <= len(self.work)
+        )
         expected = (unanswered + list(range(len(self.work), len(self.work) + granted)))[:granted]
         assert [entry.id for entry in grant.assignments] == expected, grant.reason
         assert grant.reason
@@ -228,6 +239,9 @@ class Model(RuleBasedStateMachine):
         if reason is None:
             work.is_answered, work.deadline = True, None
             self.owed[site] = max(0, self.owed[site] - 1)
+            self.in_row[site] = 0
+        elif reason in work_assignments.RETURNED:
+            self.take_back(assignment, site, work_assignments.RETURNED[reason])
         elif reason is not DropReason.SURPLUS:
             self.give_back(work, site)
 
@@ -301,6 +315,20 @@ class Model(RuleBasedStateMachine):
         if work.site == site and work.deadline is not None:
             work.deadline = None
             work.holders.discard(site)
+
+    def take_back(self, assignment, site, reason):
+        work = self.work[assignment]
+        if work.site != site or work.deadline is None:
+            return
+        wanting = {*self.asked, *(each.site for each in self.work.values() if each.deadline is not None)}
+        self.give_back(work, site)
+        if self.in_row[site] < MAX_IN_ROW:
+            self.in_row[site] += 1
+            work.returned[site] = work.returned.get(site, 0) + 1
+            if sum(work.returned.values()) >= MAX_RETURNS and (len(work.returned) > 1 or len(wanting) == 1):
+                work.is_answered = True
+                self.closed[reason] += 1
+        work.open_from = len(self.work) + (PER_VERSION << max(0, sum(work.returned.values()) - 1))
 
     @rule(is_other=st.booleans())
     def take_over(self, is_other):
@@ -402,6 +430,7 @@ class Model(RuleBasedStateMachine):
         )
         dropped = [entry[1] for entry in self.groups.values() if entry[0] == "dropped"]
         assert counts.dropped == {reason: dropped.count(reason) for reason in set(dropped)}
+        assert counts.closed == self.closed
 
 
 class NewestFirst(Model):

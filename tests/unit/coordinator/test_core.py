@@ -346,7 +346,8 @@ async def test_bad_group_is_dropped_with_its_reason_and_its_prompt_is_handed_out
     counts = await balanced(core)
     assert counts.dropped == {reason: 1}
     if changes.get("assignment") is None:
-        assert (await run.lease(1))[0] == work
+        # Behind a version's worth of new ones where the next group may be refused too.
+        assert work in [*await run.lease(3), *await run.lease(1)]
 
 
 async def test_push_takes_effect_once_and_keeps_the_first_content(core, run):

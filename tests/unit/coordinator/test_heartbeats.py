@@ -1,9 +1,11 @@
 """Heartbeats that wait together cost the store one operation, and each gets its own answer."""
 
 import asyncio
+import sqlite3
 
 import pytest
 
+from heterorl.common.errors import StoreFull
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.rollout import PushStatus
 from heterorl.common.types.run import Command, Heartbeat
@@ -11,6 +13,7 @@ from heterorl.coordinator import run_column as column
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites import incarnations, quarantine
+from heterorl.coordinator.store.sqlite import SqliteEngine
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run
 
@@ -78,6 +81,37 @@ async def test_those_who_wait_together_share_an_operation_and_each_gets_its_own_
     assert await beat(core, "site-1") == (Command.DRAIN,)
     assert await beat(core, "site-3") == (Command.DRAIN, Command.REGISTER)
     assert asked[1:] == [1, 1]
+
+
+@pytest.mark.sqlite
+async def test_heartbeats_are_answered_again_after_a_store_that_could_not_begin(tmp_path):
+    """They joined the round that had failed, for the rest of the process."""
+    is_full = False
+
+    class Full(SqliteEngine):
+        def begin(self):
+            nonlocal is_full
+            if is_full:
+                is_full = False
+                error = sqlite3.OperationalError("database or disk is full")
+                error.sqlite_errorcode = sqlite3.SQLITE_FULL
+                raise error
+            super().begin()
+
+    config = CoordinatorConfig(data_dir=tmp_path / "data")
+    engine = Full.open(config.data_dir / "coordinator.sqlite")
+    core = await Coordinator.open(config, ManualClock(), engine=engine)
+    try:
+        run = Run(core, tmp_path)
+        await run.begin()
+        await run.publish()
+        await run.register()
+        is_full = True
+        with pytest.raises(StoreFull):
+            await beat(core, SITE, INCARNATION)
+        assert await beat(core, SITE, INCARNATION) == ()
+    finally:
+        await core.close()
 
 
 async def test_site_whose_outbox_finds_no_room_ends_with_the_run(tmp_path):

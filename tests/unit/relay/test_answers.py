@@ -63,6 +63,32 @@ async def test_eight_who_ask_the_same_are_one_question(answers):
     assert asked.num_asked == 1
 
 
+async def test_question_that_all_left_is_cancelled_and_asked_again_by_the_next(answers):
+    asked = Coordinator()
+    asked.gate.clear()
+    ended = []
+
+    async def ask():
+        try:
+            return await asked.ask()
+        finally:
+            ended.append(True)
+
+    waiting = [asyncio.ensure_future(answers.get("key", ask)) for _ in range(2)]
+    await asked.heard(1)
+    waiting[0].cancel()
+    await asked.heard(1)
+    assert not ended
+    waiting[1].cancel()
+    await asyncio.wait(waiting)
+    following = asyncio.ensure_future(answers.get("key", ask))
+    await asked.heard(2)
+    assert len(ended) == 1
+    asked.gate.set()
+
+    assert await following == "answer 2"
+
+
 async def test_an_old_answer_is_asked_again_and_given_while_nobody_answers(answers, clock):
     asked = Coordinator()
     assert await answers.get("key", asked.ask) == "answer 1"

@@ -75,8 +75,7 @@ async def test_group_over_the_bound_is_refused_for_good_and_counted_and_its_prom
     assert "fit max_message_bytes" in outcome.message
     status = await core.get_status()
     assert (status.ledger.acked, status.ledger.dropped) == (1, {DropReason.INVALID: 1})
-    (again,) = await run.lease(1)
-    assert again.prompt_index == work.prompt_index
+    assert work in [*await run.lease(3), *await run.lease(1)]
     await core.close()
 
 

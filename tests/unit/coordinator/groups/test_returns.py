@@ -1,7 +1,9 @@
 """Rows that give no group: counted when they come back, never before all others, closed in the end."""
 
 import json
+from collections import Counter
 
+import numpy as np
 import pytest
 
 from heterorl.common.types.common import SiteId
@@ -104,6 +106,38 @@ async def take(core, run, ids):
     stream = core.stream_groups(epoch=run.epoch, held=[], credits=credits_of(len(ids)))
     taken = [queued.group.id async for queued in stream]
     await run.publish(consumed=taken)
+
+
+async def pushed(core, run, *, is_bad, turns, **changes):
+    """Answer so many requests for eight; consume what is accepted. Returns what was asked for."""
+    seen = []
+    for _ in range(turns):
+        work = await ask_newest(run)
+        seen += work
+        groups = [run.group(each, **(changes if is_bad(each) else {})) for each in work]
+        outcomes = await core.push_groups(groups)
+        await take(core, run, [outcome.id for outcome in outcomes if outcome.status is PushStatus.ACCEPTED])
+    return seen
+
+
+async def test_prompt_whose_group_is_always_invalid_is_closed_and_the_run_goes_on(core, run):
+    """It was handed out again before all others: once eight such prompts were met, no version came any more."""
+    empty = np.empty(0, np.int32)
+    bad = set(range(0, 50, 5))
+    seen = await pushed(core, run, turns=20, is_bad=lambda work: work.prompt_index in bad, prompt_token_ids=empty)
+
+    assert max(Counter(work.id for work in seen).values()) == MAX_RETURNS
+    assert len({work.prompt_index for work in seen}) == 50
+    assert (await closed(core))[ReturnReason.GROUP_INVALID] > 1
+
+
+async def test_prompt_whose_group_always_comes_too_late_is_closed(config, core, run):
+    for _ in range(config.max_staleness_versions + 1):
+        await run.publish()
+    seen = await pushed(core, run, turns=20, is_bad=lambda work: work.id == 3, version=0)
+
+    assert [work.id for work in seen].count(3) == MAX_RETURNS
+    assert await closed(core) == {ReturnReason.GROUP_STALE: 1}
 
 
 async def test_late_group_of_a_closed_assignment_is_one_too_many(core, run):

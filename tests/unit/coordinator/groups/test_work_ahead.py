@@ -189,6 +189,7 @@ async def test_late_groups_beyond_the_staleness_bound_are_counted_and_their_prom
     for _ in range(2):
         await world.run.publish()
     assert await world.push("far", [work], version=0) == [DropReason.STALE_AT_INGEST]
+    assert work.id not in [again.id for again in await world.lease("near", 8)], "it waits behind a version's worth"
     assert [again.id for again in await world.lease("near", 1)] == [work.id]
 
 

@@ -6,7 +6,7 @@ import sqlite3
 import pytest
 
 from heterorl.common.types.common import SiteId
-from heterorl.common.types.rollout import GroupId, PushStatus
+from heterorl.common.types.rollout import DropReason, GroupId, PushStatus
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.sites.incarnations import EARLIER, KEPT, SHOWN, shown
@@ -64,6 +64,31 @@ async def test_incarnation_that_holds_work_or_pushed_a_group_stays(run):
     await run.api.abandon_work(site=SITE, incarnation="works", assignments=[1])
     await run.register(incarnation="last")
     assert await _rows(run) == KEPT + 1
+
+
+async def test_gaps_of_old_incarnations_are_passed_over_and_no_id_takes_effect_twice(run):
+    """Each left rows for its gaps, without end."""
+
+    def group(number, sequence):
+        bad = {"generation_s": float("nan")}
+        return run.group(work, id=GroupId(site=SITE, incarnation=f"i{number}", sequence=sequence), **bad)
+
+    await run.register()
+    (work,) = await run.lease()
+    pushed = []
+    for number in range(3 * KEPT):
+        await run.register(incarnation=f"i{number}")
+        pushed.append([group(number, sequence) for sequence in (1, 3, 5)])
+        await run.api.push_groups(pushed[-1])
+
+    (rows,) = await run.api.database.run(lambda c: c.execute("SELECT count(*) FROM beyond_watermark").fetchone())
+    assert rows == 2 * KEPT
+    outcomes = [outcome for groups in pushed for outcome in await run.api.push_groups(groups)]
+    assert {outcome.status for outcome in outcomes} == {PushStatus.DUPLICATE}
+    acked = (await run.api.get_status()).ledger.acked
+    (late,) = await run.api.push_groups([group(0, 2)])
+    assert (late.status, late.reason) == (PushStatus.DROPPED, DropReason.CONFLICT)
+    assert (await run.api.get_status()).ledger.acked == acked
 
 
 async def test_forgotten_incarnation_registers_again_and_goes_on(run):

@@ -122,11 +122,11 @@ async def test_site_is_quarantined_at_its_second_failure_and_comes_back_by_relea
         await run.lease()
     (outcome,) = await core.push_groups([late])
     assert (outcome.status, outcome.reason) == (PushStatus.DROPPED, DropReason.QUARANTINED)
-    # Its assignments and its dropped prompts are open to others.
+    # Its assignments and prompts are open to others, except those that failed a check.
     await core.register(run.registration(site="us-1"))
     grant = await core.lease_work(site="us-1", incarnation=INCARNATION, max_groups=5, policy_version=0)
-    assert {work.id for work in grant.assignments} == {0, 1, 3, 4, 5}
-    assert {late.assignment, held[0].id} == {0, 5}
+    assert [work.id for work in grant.assignments] == [3, 4, 5, 6, 7]
+    assert (late.assignment, held[0].id) == (5, 6)
 
     assert "2 of its last 5" in await core.release_site(site=SITE, reason="engine replaced")
     assert (await core.get_status()).sites[0].groups_failed == 0
@@ -136,6 +136,19 @@ async def test_site_is_quarantined_at_its_second_failure_and_comes_back_by_relea
     assert await log_of(core) == [
         ("check_failed", SITE), ("check_failed", SITE), ("quarantine", SITE), ("release", SITE),
     ]  # fmt: skip
+
+
+async def test_prompt_on_which_learner_and_sites_disagree_is_one_failure_in_a_pass(core, tmp_path):
+    """Handed out again, it would bring each site into quarantine in turn."""
+    run = await begin(core, tmp_path)
+    await run.register("us-1")
+    (bad,) = await run.lease()
+    (outcome,) = await core.push_groups([run.group(bad)])
+    await core.reject_groups(epoch=run.epoch, rejections=[rejection(outcome.id)])
+
+    grant = await core.lease_work(site="us-1", incarnation=INCARNATION, max_groups=30, policy_version=0)
+    assert grant.assignments
+    assert bad.prompt_index not in [work.prompt_index for work in (*grant.assignments, *await run.lease(30))]
 
 
 async def test_failures_by_code_are_counted_apart(core, tmp_path, monkeypatch):

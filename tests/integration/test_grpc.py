@@ -405,8 +405,8 @@ async def test_group_of_a_newer_program_is_recorded_like_any_other_that_is_inval
     assert (await served.client.register(run.registration())).next_sequence == 4
     watermark = "SELECT watermark FROM sites"
     assert await served.core.database.run(lambda c: c.execute(watermark).fetchone()) == (3,), "it leaves no hole"
-    # Its prompt is handed out again.
-    assert (await run.lease(1))[0] == work[1]
+    # Its prompt is handed out again, behind a version's worth of new ones.
+    assert work[1] in [*await run.lease(2), *await run.lease(1)]
 
 
 async def test_small_groups_share_a_message_and_a_commit(served, run, monkeypatch):

@@ -144,5 +144,5 @@ async def test_group_with_a_cut_completion_is_dropped_and_its_prompt_handed_out_
 
     assert (outcome.status, outcome.reason) == (PushStatus.DROPPED, DropReason.INVALID)
     assert "token_ids: rollout 1 has 3 tokens without the end token" in outcome.message
-    assert [again.id for again in await run.lease()] == [work.id]
+    assert work in [*await run.lease(33), *await run.lease()], "behind a version's worth of new ones"
     await core.close()

@@ -84,7 +84,7 @@ class Doubts:
 
 
 class RewardSource(ABC):
-    """Computes the parts of a completion's reward; a task, or one reward of its sum."""
+    """Scores completions: a task, or one reward of its sum."""
 
     digest: Digest
     """Of all that values depend on, except prompt and completion."""
@@ -142,7 +142,7 @@ class Task(RewardSource):
 
     @property
     def spans(self) -> tuple[tuple[str, range], ...]:
-        """Label and training prompts of each source; empty label where there is one."""
+        """Label (may be empty) and training prompts of each source."""
         return (("", range(self.num_prompts)),)
 
     def source_of(self, index: int) -> str:  # noqa: ARG002

@@ -125,7 +125,7 @@ def _beside_gepo() -> str:
     )
 
 
-def _gates(name: str, *, beside: str = "gepo-whole") -> str:
+def _gates(name: str, *, beside: str = "gepo-whole", delay: float = 64.0) -> str:
     """Each rule of an experiment: its last accuracy, and minus that of another, sampled and greedy."""
     runs = _lab(name).runs
     rows = []
@@ -133,8 +133,8 @@ def _gates(name: str, *, beside: str = "gepo-whole") -> str:
         own = [run for run in runs if run.algorithm == rule]
         nats = [run.kl_mean for run in own if run.kl_mean is not None]
         rows.append([
-            rule, cell(own), paired(rule, beside, runs, 64.0),
-            paired(rule, beside, runs, 64.0, of=lambda run: run.last_greedy).partition(", worst")[0],
+            rule, cell(own), paired(rule, beside, runs, delay),
+            paired(rule, beside, runs, delay, of=lambda run: run.last_greedy).partition(", worst")[0],
             f"{sum(nats) / len(nats):.2f}",
         ])  # fmt: skip
     return table(["rule", "last", f"minus {beside}", "the same, greedy", "nats a completion"], rows)
@@ -401,6 +401,7 @@ LAB: dict[str, Callable[[], str]] = {
     "stale2026-21-rates": lambda: _chosen_rates("stale2026", _FAR_ENDS, "t21"),
     "stale2026-t21": lambda: _gates("stale2026_t21", beside="gepo"),
     "stale2026-t101": lambda: _gates("stale2026_t101", beside="gepo"),
+    "stale2026-t101-256": lambda: _gates("stale2026_t101_256", beside="gepo", delay=256.0),
     "stale2026-rates": lambda: _chosen_rates("stale2026", _FAR_ENDS, "t5"),
     "beside-gepo": _beside_gepo,
     "recommend": lambda: accuracies(_lab("recommend"), (64.0,)),

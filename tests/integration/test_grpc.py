@@ -327,7 +327,7 @@ async def test_typed_refusals_arrive_typed(served, run):
         await client.query_upload(digest="../../etc/passwd")
     with pytest.raises(errors.UnknownPayload):
         await anext(client.read_payload(digest="0" * 64, offset=0))
-    with pytest.raises(errors.ContractMismatch, match="vocab_size.* new run in empty directories"):
+    with pytest.raises(errors.ContractMismatch, match="vocab_size.*set model_dir to the run.s model"):
         await client.register(run.registration(contract=dataclasses.replace(CONTRACT, vocab_size=21)))
     with pytest.raises(errors.DigestMismatch):
         await run.upload(b"content", "1" * 64)

@@ -87,7 +87,7 @@ class _Entry(Generic[ValueT]):
 
 @dataclass(slots=True)
 class _Question(Generic[ValueT]):
-    """A question under way; without waiting callers it is cancelled."""
+    """A running question; it is cancelled when its last caller leaves."""
 
     task: asyncio.Task[ValueT]
     num_waiting: int = 0

@@ -173,7 +173,7 @@ def cut_torn_line(path: Path) -> bytes:
 
 
 BAD_ROW = (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError)
-"""What a reader of a foreign JSON row meets; an integer of 1e400 is an ArithmeticError."""
+"""Errors that a foreign JSON row raises; 1e400 as an integer raises an ArithmeticError."""
 
 
 def journal_rows(path: Path) -> list[dict[str, Any]]:

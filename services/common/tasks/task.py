@@ -87,7 +87,7 @@ class RewardSource(ABC):
     """Scores completions: a task, or one reward of its sum."""
 
     digest: Digest
-    """Of all that values depend on, except prompt and completion."""
+    """Digest of the files, options and packages that decide values."""
     num_workers: int = 0
     """Completions that are scored at once; 0: in this process."""
     by_group: bool = False

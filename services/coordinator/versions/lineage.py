@@ -58,7 +58,7 @@ _REMEDIES = {
     "trajectory_s": "set task.trajectory_s as the learner does",
     "routed_token_bytes": "set sampling.router_replay as the learner does",
 }
-"""What a site does, by the first part of a setting's name."""
+"""Remedies at a site, by the first part of a setting's name."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,7 +107,7 @@ def contract_difference(stated: Contract, offered: Contract) -> str:
 
 
 def contract_remedy(difference: str) -> str:
-    """What a site does about a difference; names files."""
+    """The remedy at a site; names files."""
     return _REMEDIES[re.split(r"\W", difference, maxsplit=1)[0]]
 
 

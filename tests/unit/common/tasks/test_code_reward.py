@@ -564,18 +564,28 @@ def test_a_test_that_the_time_of_all_does_not_reach_has_failed_and_may_pass_else
     assert all(cpu_s > 0 and timeout_s > 0 for cpu_s, timeout_s in given.asked)
 
 
-def test_code_that_waits_until_its_time_ends_waits_once(sandbox, monkeypatch):
-    run = []
-    monkeypatch.setattr(code_reward, "tried", lambda *given: run.append(given) or tried(*given))
-    hasty = dataclasses.replace(sandbox, limits=dataclasses.replace(sandbox.limits, timeout_s=2.0))
-    tests = [UnitTest(standard_input=each, standard_output=each) for each in ("3", "1000", "4", "5")]
-    code = "import time\nn = int(input())\ntime.sleep(max(0, n - 9))\nprint(n)"
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Asleep(RealSandbox):
+    """A sandbox whose first test prints, and whose others sleep until they are killed."""
 
-    found = judged(code, tests, hasty, cpu_s=100.0, patience=PATIENCE, gives_share=True)
+    asked: list
+
+    def run(self, first, second, *, standard_input):
+        self.asked.append(standard_input)
+        if len(self.asked) == 1:
+            return SandboxOutcome(status=0, output=standard_input, report=b"")
+        return SandboxOutcome(status=None, output=b"", report=b"", why="time", took_s=self.limits.timeout_s)
+
+
+def test_code_that_waits_until_its_time_ends_waits_once():
+    asleep = Asleep(program="", python="", shown=(), limits=LIMITS, asked=[])
+    tests = [UnitTest(standard_input=each, standard_output=each) for each in "1234"]
+
+    found = judged("", tests, asleep, cpu_s=100.0, patience=PATIENCE, gives_share=True)
 
     assert found["value"] == 1 / 4
     assert found["share"] >= 1, "it may pass on a faster machine"
-    assert len(run) == 2
+    assert asleep.asked == [b"1", b"2"]
 
 
 def test_a_sandbox_that_cannot_be_built_later_is_an_error(tmp_path, sandbox):

@@ -142,6 +142,9 @@ def _spans_problem(group: Columns, contract: Contract) -> str:
     counts, versions, keeps = group.span_counts, group.span_versions, group.span_keeps
     if (wrong := _first((counts < 1) & (group.lengths > 0))) is not None:
         return f"span_counts: rollout {wrong} has no span"
+    most = SPANS_OF_TURN * contract.max_turns + MAX_SWAPS
+    if counts.max() > most:
+        return f"span_counts: rollout {counts.argmax()} has {counts.max()} spans, at most {most}"
     rollouts = np.repeat(np.arange(counts.size), counts)
     covered = np.bincount(rollouts, group.span_lengths, minlength=counts.size)
     if group.span_lengths.min() < 1 or (covered != group.lengths).any():
@@ -286,6 +289,10 @@ def _first(is_wrong: NDArray[np.bool_]) -> int | None:
     return int(is_wrong.argmax()) if is_wrong.any() else None
 
 
+SPANS_OF_TURN = 3
+"""Given, drawn, and given behind the last drawn token."""
+MAX_SWAPS = 1_000
+"""New versions within one rollout. A span is an object in the learner, and costs about 20 times a token."""
 ROLLOUT_OVERHEAD_BYTES = 1024
 """For spans, reward parts and the lengths of fields; a group that needs more is refused when it arrives."""
 LOGPROB_BYTES = 4

@@ -1,13 +1,15 @@
 """A group whose rollouts span versions is as old as its oldest token, by versions and by digest."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
 from heterorl.common.types.common import Digest
-from heterorl.common.types.rollout import DropReason, Group, GroupId, Span
+from heterorl.common.types.rollout import DropReason, FinishReason, Group, GroupId, Span
 from heterorl.common.wire.sealed_groups import columns_of, seal
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
-from heterorl.coordinator.groups.validation import Facts, content_problem, judge
+from heterorl.coordinator.groups.validation import MAX_SWAPS, SPANS_OF_TURN, Facts, content_problem, judge
 from tests.support.groups import group_to_pb
 from tests.support.run import CONTRACT, INCARNATION, SITE, rollout
 
@@ -44,3 +46,26 @@ def test_staleness_counts_from_the_oldest_token_unless_stale_ones_are_masked(bou
     reason, message = (DropReason.INVALID, message) if message else judge(seal(group), facts, config)
 
     assert reason is expected, message
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_spans_of_a_rollout_are_bounded(over):
+    """A span of each token made a group about 20 times as large in the learner."""
+    count = SPANS_OF_TURN + MAX_SWAPS + over
+    spans = tuple(Span(version=3 + number % 2, start=number, end=number + 1) for number in range(count))
+    many = replace(
+        rollout(3), token_ids=np.full(count, 3, np.int32), sampler_logprobs=np.zeros(count, np.float32), spans=spans,
+        finish_reason=FinishReason.LENGTH,
+    )  # fmt: skip
+    contract = replace(
+        CONTRACT, end_token_ids=(), max_trajectory_tokens=count, sampling=replace(CONTRACT.sampling, max_new_tokens=count)
+    )
+    group = Group(
+        id=GroupId(site=SITE, incarnation=INCARNATION, sequence=1), assignment=1, prompt_index=7,
+        prompt_token_ids=np.array([2, 3], np.int32), rollouts=(many, many), oldest_version=3, state_root=ROOT,
+        generation_s=0.1,
+    )  # fmt: skip
+
+    problem = content_problem(columns_of(group_to_pb(group)), contract, max_prompt_tokens=9)
+
+    assert problem == (f"span_counts: rollout 0 has {count} spans, at most {count - 1}" if over else "")

@@ -50,7 +50,7 @@ class Assumptions:
         2.7, "GB/s", "of weights compared and coded by a thread", "benchmarks/results/weights.json, lr 1e-6"
     )
     pull_gb_s: float = _number(
-        1.85, "GB/s", "of weights, from plan to verified state over loopback", "benchmarks/results/pull.json, delta"
+        3.17, "GB/s", "of weights, from plan to verified state over loopback", "benchmarks/results/pull.json, delta"
     )
     snapshot_ratio: float = _number(1.46, "", "weights over a snapshot", "benchmarks/results/pull.json, snapshot")
     decode_share: float = _number(0.5, "", "share of hbm_gb_s that a sampler's decoding reaches", _ASSUMED)

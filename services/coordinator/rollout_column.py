@@ -30,7 +30,7 @@ from heterorl.common.types.rollout import (
 )
 from heterorl.common.wire.rollout_messages import leased_to_pb, queued_from_pb
 from heterorl.coordinator.context import CoordinatorContext
-from heterorl.coordinator.groups import horizon, queue, work_assignments
+from heterorl.coordinator.groups import queue, work_assignments
 from heterorl.coordinator.groups.intake import Arrival, IngestContext, arrival_of, take_all
 from heterorl.coordinator.groups.schedule import decide_grant
 from heterorl.coordinator.sites import quarantine, quotas
@@ -111,7 +111,7 @@ class RolloutColumn:
                 policy_version=policy_version,
                 outstanding=tallies.outstanding(connection),
                 held=tallies.held(connection, site),
-                coming=horizon.coming(connection, generation_s, head=head, now=wall) if is_shared else 0,
+                coming=lineage.coming(connection, generation_s, head=head, now=wall) if is_shared else 0,
                 held_limit=held_limit,
                 held_by=held_by,
             )

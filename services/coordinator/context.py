@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from heterorl.common.process.clock import Bell, SlowBell
 from heterorl.common.pull.payload_reader import PayloadReader
-from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.groups.queue import Queue
+from heterorl.coordinator.groups.work_assignments import Deadlines
 from heterorl.coordinator.payloads.backup import Backups
 from heterorl.coordinator.payloads.delta_merger import DeltaMerger
 from heterorl.coordinator.payloads.garbage_collector import GarbageCollector, Stores

@@ -4,5 +4,5 @@ acked = pending + leased + consumed + dropped, always (`ledger`). Staleness is b
 out (`schedule`), when a group arrives (`validation`), when it is leased (`queue`) and when it is consumed. `intake`
 writes a group's row and answers after the commit of `store/database`.
 
-Open `queue` first. `schedule` and `deadlines` pace `work_assignments`.
+Open `queue` first. `schedule` paces `work_assignments`.
 """

@@ -6,7 +6,7 @@ assignments. Instants are of this process's monotonic clock. Waiting groups are 
     tally     assignments that count as outstanding (`out`) or are away with a silent site (`away`), sites that share
               the work (`wanting`)
     out_work  assignments that are out: since when, and whether they are away
-    holder    holders of assignments, and when to look at them again (groups/deadlines.py)
+    holder    holders of assignments, and when to look at them again (groups/work_assignments.py)
     sharer    each site's assignments, how many count, when it asked, its debt (sites/quotas.py)
 
 Held-out prompts (HELD_OUT and more) are in out_work and holder only: evaluation uses no share of training.

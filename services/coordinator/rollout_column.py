@@ -33,7 +33,7 @@ from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.groups import queue, work_assignments
 from heterorl.coordinator.groups.intake import Arrival, IngestContext, arrival_of, take_all
 from heterorl.coordinator.groups.schedule import decide_grant
-from heterorl.coordinator.sites import quarantine, quotas
+from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.sites import Holder, declared
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import MAX_REQUEST_ID, Connection, get_meta
@@ -97,7 +97,7 @@ class RolloutColumn:
             quarantine.check_site(connection, site)
             self._context.deadlines.look(connection, now)
             if head - policy_version <= self._context.config.max_staleness_versions:
-                quotas.note_asked(connection, site, now)
+                tallies.note_asked(connection, site, now)
             if again := work_assignments.handed_before(connection, holder, request_id):
                 return self._context.deadlines.begin(connection, again, holder, now), "given to this request before"
             # A single site makes all versions itself: none comes before its groups.
@@ -132,7 +132,7 @@ class RolloutColumn:
     def _held_limit(self, connection: Connection, holder: Holder, now: float) -> tuple[int, str]:
         """Assignments that a site may hold, and the name of this bound."""
         config = self._context.config
-        share = quotas.allowance(
+        share = tallies.allowance(
             connection, holder[0], limit=config.outstanding_limit, at_least=config.groups_per_version,
             works_ahead=declared(connection, holder).ahead_s > 0, now=now,
         )  # fmt: skip

@@ -33,7 +33,7 @@ from heterorl.coordinator.groups import ledger, work_assignments
 from heterorl.coordinator.groups.validation import Facts, content_problem, counted_version, judge, size_problem
 from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import incarnations, quarantine
-from heterorl.coordinator.sites.quotas import Quotas
+from heterorl.coordinator.sites.sites import Quotas
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import Connection
 from heterorl.coordinator.versions import lineage

@@ -33,7 +33,7 @@ from heterorl.coordinator.groups import ledger, schedule, work_assignments
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import quarantine
-from heterorl.coordinator.sites.quotas import Quotas
+from heterorl.coordinator.sites.sites import Quotas
 from heterorl.coordinator.store.database import NUMBERS, Connection, get_meta
 from heterorl.coordinator.versions import lineage, published_variants
 

@@ -35,7 +35,7 @@ from heterorl.common.types.rollout import DropReason, GroupId, ReturnReason, Wor
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import ledger, schedule
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
-from heterorl.coordinator.sites import incarnations, quotas
+from heterorl.coordinator.sites import incarnations
 from heterorl.coordinator.sites.sites import Declared, Holder, Sites, declared
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import NUMBERS, Connection, get_meta, set_meta
@@ -395,7 +395,7 @@ class Deadlines:
             expired.append(assignment)
         rows.close()
         expire(connection, expired)
-        quotas.note_expired(connection, holder[0], sum(each < HELD_OUT for each in expired))
+        tallies.note_expired(connection, holder[0], sum(each < HELD_OUT for each in expired))
         if oldest == math.inf:
             return
         if term.is_away:

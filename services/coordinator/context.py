@@ -18,7 +18,7 @@ from heterorl.coordinator.payloads.retention import PullLeases
 from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.database import Connection
 from heterorl.coordinator.store.disk_space import DiskSpace
-from heterorl.coordinator.store.payload_storage import PayloadStorage
+from heterorl.coordinator.store.payload_files import PayloadStorage
 from heterorl.coordinator.versions.lineage import Standing
 
 ResultT = TypeVar("ResultT")

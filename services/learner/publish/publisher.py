@@ -38,9 +38,8 @@ from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker
 from heterorl.learner.checks.replay import Canary
 from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor, UnfinishedCheckpoint, cursor_of
 from heterorl.learner.publish.quantised_variants import EncodedVariant, QuantisedVariant, Variants
-from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import Encoded, PublishedHead, commit, encode_version, upload_all
-from heterorl.learner.step_metrics import observe_version
+from heterorl.learner.step_metrics import TrainingLog, observe_version
 
 _LOG = logging.getLogger(__name__)
 _NOWHERE = PublishedHead(head_version=NO_VERSION, lineage_version=NO_VERSION, lineage_digest="", shadow=None)

@@ -271,7 +271,7 @@ def _is_equal(backend: Any, publisher: Any, directory: Path) -> bool:
     import dataclasses
 
     from heterorl.common.weights.arena import Arena
-    from heterorl.learner.backends.train_backend import maker_of
+    from heterorl.learner.publish.publisher import maker_of
     from heterorl.learner.publish.version_payloads import encode_version
     from tests.support.training import random_groups
 

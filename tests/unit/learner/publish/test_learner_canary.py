@@ -18,8 +18,7 @@ from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.checks.replay import Canary
-from heterorl.learner.train.model import load_model
+from heterorl.learner.train.model import Canary, load_model
 
 
 @pytest.fixture(scope="module")

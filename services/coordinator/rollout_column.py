@@ -38,7 +38,6 @@ from heterorl.coordinator.sites.sites import Holder, declared
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import MAX_REQUEST_ID, Connection, get_meta
 from heterorl.coordinator.versions import lineage
-from heterorl.coordinator.versions.chain import Chain
 
 _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5
@@ -92,7 +91,7 @@ class RolloutColumn:
             contract = lineage.read_contract(connection)
             if contract is None or not 0 <= policy_version <= head:
                 return (), f"policy {policy_version} is not one of this run's versions 0..{head}"
-            if not Chain(connection).is_in_lineage(policy_version):
+            if lineage.abandoned_span(connection, (policy_version,)) is not None:
                 return (), f"policy {policy_version} was abandoned; pull version {head}"
             quarantine.check_site(connection, site)
             self._context.deadlines.look(connection, now)

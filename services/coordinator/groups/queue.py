@@ -35,7 +35,7 @@ from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.sites import Quotas
 from heterorl.coordinator.store.database import NUMBERS, Connection, get_meta
-from heterorl.coordinator.versions import lineage, published_variants
+from heterorl.coordinator.versions import lineage
 
 Order = Literal["oldest", "newest"]
 Waiting = Mapping[tuple[str, int], deque[int]]
@@ -177,7 +177,7 @@ class Queue:
                         policy_age_s=max(0.0, now - published),
                         queue_age_s=max(0.0, now - arrived),
                         seed=seed_of(assignment, seed=self.config.seed),
-                        variant=published_variants.of_state(connection, group.oldest_version, group.state_root),
+                        variant=lineage.variant_of(connection, group.oldest_version, group.state_root),
                         wants_note=self.ring.wants(SampleKind.CONSUMED, arrival),
                     )
                 )

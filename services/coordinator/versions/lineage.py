@@ -34,7 +34,7 @@ from heterorl.common.wire.common_messages import MAX_INT64, bytes_digest, contra
 from heterorl.common.wire.policy_messages import manifest_digest
 from heterorl.common.wire.statement import statement_difference, statement_from_bytes
 from heterorl.coordinator.store.database import NUMBERS, Connection, get_meta
-from heterorl.coordinator.versions.chain import Chain
+from heterorl.coordinator.versions.chain import TRAINED, Chain
 
 _KEYS = {
     "lora.base_digest": "model_dir (the base model under the adapters)",
@@ -390,3 +390,12 @@ def coming(connection: Connection, generation_s: float, *, head: int, now: float
     if generation_s <= 0 or version_s <= 0:
         return 0
     return math.ceil(min(generation_s / version_s, _MANY)) - 1
+
+
+def variant_of(connection: Connection, version: int, state_root: str) -> str:
+    """The variant in which a version has this state.
+    A site may have changed its variant since."""
+    row = connection.execute(
+        "SELECT variant FROM variant_versions WHERE version = ? AND state_root = ?", (version, state_root)
+    ).fetchone()
+    return TRAINED if row is None else str(row[0])

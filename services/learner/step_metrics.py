@@ -1,4 +1,4 @@
-"""Records of a step and a version: progress, times, metrics, log line, rows of files.
+"""Records of a step and a version: times, metrics, log line, rows.
 
     writes   the training loop, its phases one after another; the backend's thread, its micro-batches
     reads    the renewal of the lease, at any time

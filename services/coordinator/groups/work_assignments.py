@@ -1,4 +1,4 @@
-"""Assignments: prompts leased to sites, their terms, and prompts returned without a group.
+"""Assignments: prompts leased to sites, terms, prompts returned without a group.
 
 Store operations.
 
@@ -216,7 +216,7 @@ def holder_name(site: str, incarnation: str) -> str:
 def lease_rows(
     connection: Connection, rows: Sequence[tuple[int, int, int, str]], to: Holder, request_id: str
 ) -> list[WorkAssignment]:
-    """Lease rows of `work` to a holder; the earliest of too many holders leaves."""
+    """Lease rows to a holder; the earliest of too many leaves."""
     holder = holder_name(*to)
     for assignment, _, _, holders in rows:
         most = MAX_EVALUATORS if assignment >= HELD_OUT else MAX_HOLDERS

@@ -1,4 +1,4 @@
-"""Registered sites: the time each was last seen, and what it may push.
+"""Registered sites: when each was last seen, what it may push.
 
 Sites are durable; the rest is in memory, by the monotonic clock. A refusal by a quota is free and says when to retry. A
 group larger than the burst passes when the bucket is full. A restart fills buckets.

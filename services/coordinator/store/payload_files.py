@@ -1,4 +1,4 @@
-"""Payload files: complete, durable, with typed errors; base classes that the bucket overrides.
+"""Payload files, durable, with typed errors; classes that the bucket overrides.
 
 `BlobStore` calls the storage before it reports a payload complete, and when it deletes one. Readers of files ask the
 cache first.

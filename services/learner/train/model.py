@@ -1,4 +1,4 @@
-"""A Hugging Face model to train: passes, kernels, swapped weights, canary, frozen reference.
+"""A Hugging Face model to train: kernels, swapped weights, canary, frozen reference.
 
 Guarantees: fp32 masters, no dropout, log-probs equal to the model's own logits' (`check_forward`). A reference is never
 trained or published; from the learner's own directory it computes exactly what the learner computed before its first

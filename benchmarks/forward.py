@@ -44,10 +44,9 @@ from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.payload import write_delta
 from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.learner.backends.torch_backend import TorchBackend
-from heterorl.learner.checks.replay import Canary
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import TorchBackendConfig
-from heterorl.learner.train.model import learner_logprobs
+from heterorl.learner.train.model import Canary, learner_logprobs
 from heterorl.sampler.rollout.group_builder import GroupBuilder
 
 CHOICES = (("masters", "fp32"), ("published", "fp32"), ("masters", "bf16"), ("published", "bf16"))

@@ -185,8 +185,8 @@ async def _versions(job: dict[str, Any], config: Any, backend: Any, peaks: _Peak
     from heterorl.common.rpc.client import CoordinatorClient
     from heterorl.learner.publish.checkpoint_store import CheckpointStore
     from heterorl.learner.publish.publisher import Publisher
-    from heterorl.learner.publish.training_log import TrainingLog
     from heterorl.learner.publish.version_payloads import PublishedHead
+    from heterorl.learner.step_metrics import TrainingLog
     from tests.support.learner_world import make_contract
     from tests.support.training import random_groups
 
@@ -271,7 +271,7 @@ def _is_equal(backend: Any, publisher: Any, directory: Path) -> bool:
     import dataclasses
 
     from heterorl.common.weights.arena import Arena
-    from heterorl.learner.backends.train_backend import maker_of
+    from heterorl.learner.publish.publisher import maker_of
     from heterorl.learner.publish.version_payloads import encode_version
     from tests.support.training import random_groups
 

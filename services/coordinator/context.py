@@ -9,8 +9,8 @@ from typing import TypeVar
 
 from heterorl.common.process.clock import Bell, SlowBell
 from heterorl.common.pull.payload_reader import PayloadReader
-from heterorl.coordinator.groups.deadlines import Deadlines
 from heterorl.coordinator.groups.queue import Queue
+from heterorl.coordinator.groups.work_assignments import Deadlines
 from heterorl.coordinator.payloads.backup import Backups
 from heterorl.coordinator.payloads.delta_merger import DeltaMerger
 from heterorl.coordinator.payloads.garbage_collector import GarbageCollector, Stores
@@ -18,7 +18,7 @@ from heterorl.coordinator.payloads.retention import PullLeases
 from heterorl.coordinator.sites.sites import Sites
 from heterorl.coordinator.store.database import Connection
 from heterorl.coordinator.store.disk_space import DiskSpace
-from heterorl.coordinator.store.payload_storage import PayloadStorage
+from heterorl.coordinator.store.payload_files import PayloadStorage
 from heterorl.coordinator.versions.lineage import Standing
 
 ResultT = TypeVar("ResultT")

@@ -17,7 +17,7 @@ from heterorl.coordinator.context import CoordinatorContext
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.evaluation_column import EvaluationColumn
 from heterorl.coordinator.groups import queue, validation
-from heterorl.coordinator.groups.deadlines import Deadlines
+from heterorl.coordinator.groups.work_assignments import Deadlines
 from heterorl.coordinator.learner_lease import LearnerLease
 from heterorl.coordinator.payloads.backup import Backups
 from heterorl.coordinator.payloads.damage import Damage

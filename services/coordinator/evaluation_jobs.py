@@ -1,5 +1,8 @@
 """Evaluations of versions on sets, whose held-out prompts are assignments (groups/work_assignments.py).
 
+A held-out prompt (HELD_OUT or more) is a row until it is answered or its evaluation ends. When all are out, an idle
+site gets other sites' prompts; the first answer counts.
+
     open     planned; a newer one of its set replaces it while no site has begun it
     running  a site with the version and the set's data began it; each prompt is an assignment until it is answered
     over     every prompt is answered (done), or a newer one was begun and no site has the version (incomplete),
@@ -12,6 +15,7 @@ counts once; scores are durable when they are acknowledged. The end keeps the su
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -34,6 +38,7 @@ from heterorl.common.types.evaluation import (
 )
 from heterorl.common.types.rollout import WorkAssignment
 from heterorl.coordinator.groups import work_assignments
+from heterorl.coordinator.groups.work_assignments import MAX_HOLDERS, holder_name, lease_rows
 from heterorl.coordinator.sites.sites import Holder
 from heterorl.coordinator.store.database import NAMES, Connection
 
@@ -92,7 +97,7 @@ def end_removed(connection: Connection, sets: Sequence[str], *, now: float) -> N
 def forget_prompts(connection: Connection, job: int) -> None:
     """Delete the prompts of an evaluation and their results."""
     connection.execute("DELETE FROM evaluation_results WHERE job = ?", (job,))
-    work_assignments.forget(connection, numbers_of(job))
+    forget(connection, numbers_of(job))
 
 
 def is_pending(connection: Connection) -> bool:
@@ -159,7 +164,7 @@ def hand_out(
     # A prompt that another site holds only when no set has an open one.
     for from_others in (False, True):
         for job in usable:
-            handed = work_assignments.hand_out_held_out(
+            handed = hand_out_held_out(
                 connection, numbers_of(job.id), from_others=from_others, holder=holder, count=count,
                 request_id=request_id,
             )  # fmt: skip
@@ -182,7 +187,7 @@ def over(
     ).fetchall()
     ended = []
     for job, version, is_followed in rows:
-        if not work_assignments.has_any(connection, numbers_of(job)):
+        if not has_any(connection, numbers_of(job)):
             ended.append((job, EvaluationState.DONE))
         elif is_followed and (is_ending or (in_use is not None and version not in in_use())):
             ended.append((job, EvaluationState.INCOMPLETE))
@@ -205,7 +210,7 @@ def _begin(connection: Connection, job: Job, stated: EvaluationSet) -> None:
         "UPDATE evaluation_jobs SET state = 'running', wanted = ?, task_digest = ? WHERE job = ?",
         (wanted, stated.task_digest, job.id),
     )
-    work_assignments.open_held_out(connection, numbers_of(job.id)[:wanted], seed=draws.seed)
+    open_held_out(connection, numbers_of(job.id)[:wanted], seed=draws.seed)
 
 
 def _job(row: tuple[Any, ...]) -> Job:
@@ -280,7 +285,7 @@ def count(
         if number not in jobs:
             jobs[number] = find(connection, number)
         job = jobs[number]
-        prompt, is_over = work_assignments.held_out_of(connection, result.assignment, holder)
+        prompt, is_over = held_out_of(connection, result.assignment, holder)
         if is_over or job is None:
             continue
         spec = job.spec
@@ -358,3 +363,82 @@ def newest_done(connection: Connection, sets: Sequence[str]) -> dict[str, Evalua
         if row is not None:
             found[name] = Listed(row=row, scores=None).evaluation()
     return found
+
+
+MAX_SEEN = 64
+"""Unanswered held-out prompts that a question looks at, twice, if none is open."""
+
+
+def open_held_out(connection: Connection, numbers: range, *, seed: int) -> None:
+    """Open an assignment for each held-out prompt of an evaluation."""
+    connection.executemany(
+        "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders)"
+        " VALUES (?, ?, ?, '', '', 0, '[]')",
+        [(number, index, seed) for index, number in enumerate(numbers)],
+    )
+
+
+def hand_out_held_out(
+    connection: Connection, numbers: range, *, holder: Holder, count: int, request_id: str, from_others: bool
+) -> list[WorkAssignment]:
+    """Lease open held-out prompts of an evaluation.
+    With `from_others`, some that fewer than MAX_HOLDERS other sites had."""
+    if from_others:
+        rows = _held_by_others(connection, numbers, holder=holder, count=count, request_id=request_id)
+    else:
+        rows = connection.execute(
+            "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND assignment >= ?"
+            " AND assignment < ? ORDER BY assignment LIMIT ?",
+            (numbers.start, numbers.stop, count),
+        ).fetchall()
+    return lease_rows(connection, rows, holder, request_id)
+
+
+def _held_by_others(
+    connection: Connection, numbers: range, *, holder: Holder, count: int, request_id: str
+) -> list[tuple[int, int, int, str]]:
+    """Unanswered prompts that the site may take as well.
+
+    It looks at the MAX_SEEN lowest ones, then at as many from a place that the request's id decides: every site may
+    hold all of them, and each question is answered on the store's thread.
+    """
+    found: list[tuple[int, int, int, str]] = []
+    first = numbers.start
+    for _ in range(2):
+        seen = connection.execute(
+            "SELECT assignment, prompt_index, seed, holders FROM work WHERE assignment >= ? AND assignment < ?"
+            " ORDER BY assignment LIMIT ?",
+            (first, numbers.stop, MAX_SEEN),
+        ).fetchall()
+        others = [(row, json.loads(row[3])) for row in seen]
+        found += [row for row, names in others if holder_name(*holder) not in names and len(names) < MAX_HOLDERS]
+        if len(found) >= count or len(seen) < MAX_SEEN:
+            break
+        (last,) = connection.execute(
+            "SELECT max(assignment) FROM work WHERE assignment < ?", (numbers.stop,)
+        ).fetchone()
+        first = seen[-1][0] + 1
+        first += zlib.crc32(f"{holder_name(*holder)}/{request_id}".encode()) % max(1, last - first + 1)
+    return found[:count]
+
+
+def held_out_of(connection: Connection, assignment: int, holder: Holder) -> tuple[int | None, bool]:
+    """The prompt of a held-out assignment if the site held it.
+    Also returns whether the assignment is answered or over."""
+    row = connection.execute("SELECT prompt_index, holders FROM work WHERE assignment = ?", (assignment,)).fetchone()
+    if row is None:
+        return None, True
+    return (int(row[0]) if holder_name(*holder) in json.loads(row[1]) else None), False
+
+
+def has_any(connection: Connection, numbers: range) -> bool:
+    """Whether one of these assignments is unanswered."""
+    row = connection.execute(
+        "SELECT 1 FROM work WHERE assignment >= ? AND assignment < ? LIMIT 1", (numbers.start, numbers.stop)
+    ).fetchone()
+    return row is not None
+
+
+def forget(connection: Connection, numbers: range) -> None:
+    """Forget assignments of held-out prompts."""
+    connection.execute("DELETE FROM work WHERE assignment >= ? AND assignment < ?", (numbers.start, numbers.stop))

@@ -30,15 +30,14 @@ from heterorl.common.types.rollout import (
 )
 from heterorl.common.wire.rollout_messages import leased_to_pb, queued_from_pb
 from heterorl.coordinator.context import CoordinatorContext
-from heterorl.coordinator.groups import horizon, queue, work_assignments
+from heterorl.coordinator.groups import queue, work_assignments
 from heterorl.coordinator.groups.intake import Arrival, IngestContext, arrival_of, take_all
 from heterorl.coordinator.groups.schedule import decide_grant
-from heterorl.coordinator.sites import quarantine, quotas
+from heterorl.coordinator.sites import quarantine
 from heterorl.coordinator.sites.sites import Holder, declared
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import MAX_REQUEST_ID, Connection, get_meta
 from heterorl.coordinator.versions import lineage
-from heterorl.coordinator.versions.chain import Chain
 
 _LOG = logging.getLogger(__name__)
 RETRY_AFTER_S = 0.5
@@ -92,12 +91,12 @@ class RolloutColumn:
             contract = lineage.read_contract(connection)
             if contract is None or not 0 <= policy_version <= head:
                 return (), f"policy {policy_version} is not one of this run's versions 0..{head}"
-            if not Chain(connection).is_in_lineage(policy_version):
+            if lineage.abandoned_span(connection, (policy_version,)) is not None:
                 return (), f"policy {policy_version} was abandoned; pull version {head}"
             quarantine.check_site(connection, site)
             self._context.deadlines.look(connection, now)
             if head - policy_version <= self._context.config.max_staleness_versions:
-                quotas.note_asked(connection, site, now)
+                tallies.note_asked(connection, site, now)
             if again := work_assignments.handed_before(connection, holder, request_id):
                 return self._context.deadlines.begin(connection, again, holder, now), "given to this request before"
             # A single site makes all versions itself: none comes before its groups.
@@ -111,7 +110,7 @@ class RolloutColumn:
                 policy_version=policy_version,
                 outstanding=tallies.outstanding(connection),
                 held=tallies.held(connection, site),
-                coming=horizon.coming(connection, generation_s, head=head, now=wall) if is_shared else 0,
+                coming=lineage.coming(connection, generation_s, head=head, now=wall) if is_shared else 0,
                 held_limit=held_limit,
                 held_by=held_by,
             )
@@ -132,7 +131,7 @@ class RolloutColumn:
     def _held_limit(self, connection: Connection, holder: Holder, now: float) -> tuple[int, str]:
         """Assignments that a site may hold, and the name of this bound."""
         config = self._context.config
-        share = quotas.allowance(
+        share = tallies.allowance(
             connection, holder[0], limit=config.outstanding_limit, at_least=config.groups_per_version,
             works_ahead=declared(connection, holder).ahead_s > 0, now=now,
         )  # fmt: skip

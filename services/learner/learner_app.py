@@ -38,14 +38,13 @@ from heterorl.learner.learner_parts import Parts, assemble
 from heterorl.learner.publish.checkpoint_store import CheckpointStore, cadence
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.quantised_variants import Variants
-from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import PublishedVersions
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.state_directory import hold_directory, read_epochs
 from heterorl.learner.run.training_run import TrainingRun
 from heterorl.learner.sample_notes import NoteReader
-from heterorl.learner.step_metrics import BusyTime, StepTimer, observe_start
+from heterorl.learner.step_metrics import BusyTime, StepTimer, TrainingLog, observe_start
 
 _LOG = logging.getLogger(__name__)
 

@@ -16,9 +16,16 @@ from heterorl.common.process.config_file import Config, checked
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.checks.findings import VerificationConfig
-from heterorl.learner.checks.reward_signal import DynamicSamplingConfig
 from heterorl.learner.loss.loss_config import GepoConfig, LossConfig, check_reference
 from heterorl.learner.train.backend_config import BackendConfig, TorchBackendConfig
+
+
+class DynamicSamplingConfig(Config):
+    """Replacement of groups of equal rewards (DAPO, arXiv 2503.14476 section 3.2)."""
+
+    max_replaced_per_step: int = Field(default=0, ge=0, le=1 << 20)
+    """Most groups of equal rewards that a step replaces; others are trained on. With a share u of such groups it
+    replaces groups_per_step u / (1 - u). 0: none."""
 
 
 class EvaluationConfig(Config):

@@ -28,7 +28,7 @@ from heterorl.learner.backends.ranks.sharded_backend import ShardedBackend
 from heterorl.learner.backends.ranks.sharding import Sharding
 from heterorl.learner.backends.torch_backend import TorchBackend
 from heterorl.learner.backends.train_backend import TrainBackend
-from heterorl.learner.checks.replay import Canary, Replayer
+from heterorl.learner.checks.replay import Replayer
 from heterorl.learner.checks.reward_checks import check_trust, tried_here
 from heterorl.learner.checks.verifier import VerificationContext
 from heterorl.learner.evaluate import Evaluator
@@ -36,6 +36,7 @@ from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.step_metrics import PassCount
 from heterorl.learner.train.backend_config import DeepSpeedBackendConfig, Fsdp2BackendConfig, TorchBackendConfig
 from heterorl.learner.train.custom_loss_check import check_custom_loss
+from heterorl.learner.train.model import Canary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

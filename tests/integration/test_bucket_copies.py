@@ -19,7 +19,7 @@ from heterorl.coordinator.payloads.payload_index import DamagedPayload
 from heterorl.coordinator.store import blobs, bucket_storage
 from heterorl.coordinator.store import bucket_cache as bucket_copies
 from heterorl.coordinator.store.bucket_storage import Objects
-from heterorl.coordinator.store.payload_storage import Repair
+from heterorl.coordinator.store.payload_files import Repair
 from tests.support.bucketed import payloads_of
 from tests.support.clock import CountingBell, ManualClock
 from tests.support.limits import WAIT_S

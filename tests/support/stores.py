@@ -5,7 +5,7 @@ from pathlib import Path
 
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
-from heterorl.coordinator.store.payload_storage import PayloadStorage
+from heterorl.coordinator.store.payload_files import PayloadStorage
 from heterorl.coordinator.store.sqlite import SqliteEngine
 
 

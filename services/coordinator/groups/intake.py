@@ -29,13 +29,14 @@ from heterorl.common.wire.sealed_groups import (
     shape_of,
 )
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
-from heterorl.coordinator.groups import horizon, ledger, work_assignments
+from heterorl.coordinator.groups import ledger, work_assignments
 from heterorl.coordinator.groups.validation import Facts, content_problem, counted_version, judge, size_problem
 from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import incarnations, quarantine
-from heterorl.coordinator.sites.quotas import Quotas
+from heterorl.coordinator.sites.sites import Quotas
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import Connection
+from heterorl.coordinator.versions import lineage
 
 RETRY_AFTER_S = 1.0
 JUDGED_BYTES = 1 << 20
@@ -216,7 +217,7 @@ def _facts(connection: Connection, group: SealedGroup, context: IngestContext) -
         (group.state_root, group.oldest_version),
     ).fetchone()
     version_of_age = counted_version(group, mask_stale=config.mask_stale)
-    superseded_s = horizon.superseded_s(
+    superseded_s = lineage.superseded_s(
         connection, version_of_age, reach=config.max_staleness_versions + 1, now=context.now
     )
     # Not of versions that do not exist: a hostile site may state as many as its group has tokens.
@@ -228,7 +229,7 @@ def _facts(connection: Connection, group: SealedGroup, context: IngestContext) -
         assignment_prompt=None,
         is_answered=False,
         quarantine=quarantine.conviction_of(connection, group.id.site),
-        abandoned_version=horizon.abandoned_span(connection, group.versions) if is_known else None,
+        abandoned_version=lineage.abandoned_span(connection, group.versions) if is_known else None,
     )
 
 

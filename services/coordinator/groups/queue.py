@@ -1,7 +1,8 @@
 """The durable queue of groups, and its order to the learner.
 
-Store operations. A group that became too stale is dropped and counted, and its prompt is handed out again. A site's
-share binds only while another site has groups. No site starves:
+Store operations. Groups go into versions in the order of their leases, as many for each version as the learner stated.
+A group that became too stale is dropped and counted, and its prompt is handed out again. A site's share binds
+only while another site has groups. No site starves:
 
     oldest    the oldest policy first; with a share, sites below it first
     newest    as in arXiv 2508.17850: the first group of the newest version if it is newer than any taken before, else
@@ -16,7 +17,7 @@ import functools
 import json
 import logging
 import math
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -28,13 +29,13 @@ from heterorl.common.types.sample import SampleKind, kind_of
 from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.common.wire.sealed_groups import read_sealed
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
-from heterorl.coordinator.groups import horizon, ledger, schedule, work_assignments
+from heterorl.coordinator.groups import ledger, schedule, work_assignments
 from heterorl.coordinator.groups.schedule import seed_of
 from heterorl.coordinator.sample_ring import SampleRing
 from heterorl.coordinator.sites import quarantine
-from heterorl.coordinator.sites.quotas import Quotas
-from heterorl.coordinator.store.database import NUMBERS, Connection
-from heterorl.coordinator.versions import published_variants
+from heterorl.coordinator.sites.sites import Quotas
+from heterorl.coordinator.store.database import NUMBERS, Connection, get_meta
+from heterorl.coordinator.versions import lineage
 
 Order = Literal["oldest", "newest"]
 Waiting = Mapping[tuple[str, int], deque[int]]
@@ -144,9 +145,9 @@ class Queue:
         leased: list[LeasedGroup] = []
         num_bytes = 0
         # Once for a lease: read again for each group, 2048 waiting ones took the store's thread a quarter of a second.
-        waiting = {} if self.site_order.is_plain else horizon.pending_arrivals(connection)
+        waiting = {} if self.site_order.is_plain else pending_arrivals(connection)
         superseded_s = functools.cache(
-            functools.partial(horizon.superseded_s, connection, reach=self.config.max_staleness_versions + 1, now=now)
+            functools.partial(lineage.superseded_s, connection, reach=self.config.max_staleness_versions + 1, now=now)
         )
         # Go on while damaged groups leave room: only arrivals wake the learner's stream.
         while num_bytes < LEASE_BYTES and (
@@ -161,7 +162,7 @@ class Queue:
                     )
                     group = None
                 reason = DropReason.INVALID
-                if group is not None and horizon.abandoned_span(connection, group.versions) is not None:
+                if group is not None and lineage.abandoned_span(connection, group.versions) is not None:
                     # Its oldest version is in the lineage, a later one was abandoned.
                     group, reason = None, DropReason.UNKNOWN_VERSION
                 if group is None:
@@ -176,7 +177,7 @@ class Queue:
                         policy_age_s=max(0.0, now - published),
                         queue_age_s=max(0.0, now - arrived),
                         seed=seed_of(assignment, seed=self.config.seed),
-                        variant=published_variants.of_state(connection, group.oldest_version, group.state_root),
+                        variant=lineage.variant_of(connection, group.oldest_version, group.state_root),
                         wants_note=self.ring.wants(SampleKind.CONSUMED, arrival),
                     )
                 )
@@ -191,24 +192,24 @@ class Queue:
     ) -> list[tuple[Any, ...]]:
         # A group that would be too old at its step waits: its step may come sooner if groups before it are dropped.
         bound = self.config.max_staleness_versions
-        count, first_version = horizon.next_lease(connection, head=head, bound=bound, count=count)
+        count, first_version = next_lease(connection, head=head, bound=bound, count=count)
         first_version = max(first_version, oldest)
         if self.site_order.is_plain or count < 1:
-            return horizon.oldest_pending(connection, count, first_version=first_version)
+            return oldest_pending(connection, count, first_version=first_version)
         firsts = {arrivals[0]: key for key, arrivals in waiting.items() if arrivals and key[1] >= first_version}
         ranks = self._ranks(connection, firsts) if firsts else {}
         if not ranks:
             return []
         arrival = ranks[self.site_order.next(ranks)][-1]
         waiting[firsts[arrival]].popleft()
-        return horizon.pending_at(connection, arrival)
+        return pending_at(connection, arrival)
 
     def _ranks(self, connection: Connection, firsts: Mapping[int, tuple[str, int]]) -> dict[str, tuple[int, ...]]:
         """Each site's smallest rank.
         Under `newest` of the groups within the window, or of those behind it."""
         if self.site_order.order != "newest":
             return _best((site, (version, arrival)) for arrival, (site, version) in firsts.items())
-        taken = horizon.newest_taken(connection)
+        taken = newest_taken(connection)
         floor = taken - self.config.max_staleness_versions // 2
         late = _best((site, (version, arrival)) for arrival, (site, version) in firsts.items() if version < floor)
         others = _best(
@@ -220,7 +221,7 @@ class Queue:
 
     def _oldest_usable(self, connection: Connection, *, head: int, now: float) -> int:
         config = self.config
-        return horizon.oldest_usable(
+        return lineage.oldest_usable(
             connection, head=head, max_versions=config.max_staleness_versions, max_s=config.max_superseded_s, now=now
         )
 
@@ -361,3 +362,56 @@ def _verified(data: bytes, digest: str) -> SealedGroup | None:
         return read_sealed(data)
     except MalformedPayload:
         return None
+
+
+def next_lease(connection: Connection, *, head: int, bound: int, count: int) -> tuple[int, int]:
+    """How many of the next `count` groups go into one version.
+
+    Also returns the oldest version that they may have. `bound` is the largest staleness, in versions, at which a
+    version may consume a group.
+    """
+    size = int(get_meta(connection, "lease_groups_per_version") or 0)
+    if size < 1:
+        return count, head - bound
+    (leased,) = connection.execute("SELECT count(*) FROM groups WHERE state = 'leased'").fetchone()
+    return min(count, size - leased % size), head + leased // size - bound
+
+
+_LEASED = (
+    "SELECT arrival, digest, payload, arrived, published, oldest_version, assignment, site, incarnation, sequence"
+    " FROM groups JOIN versions ON versions.version = oldest_version WHERE state = 'pending'"
+)
+
+
+def oldest_pending(connection: Connection, count: int, *, first_version: int) -> list[tuple[Any, ...]]:
+    """Up to `count` pending groups from `first_version` on, oldest policy first."""
+    return connection.execute(
+        f"{_LEASED} AND oldest_version >= ? ORDER BY oldest_version, arrival LIMIT ?", (first_version, count)
+    ).fetchall()
+
+
+def pending_arrivals(connection: Connection) -> dict[tuple[str, int], deque[int]]:
+    """Arrivals of pending groups by site and version, in order."""
+    found: defaultdict[tuple[str, int], deque[int]] = defaultdict(deque)
+    # By the index `groups_by_site`, which has these columns.
+    rows = connection.execute(
+        "SELECT site, oldest_version, arrival FROM groups WHERE state = 'pending'"
+        " ORDER BY site, oldest_version, arrival"
+    )
+    for site, version, arrival in rows:
+        found[site, version].append(arrival)
+    return found
+
+
+def pending_at(connection: Connection, arrival: int) -> list[tuple[Any, ...]]:
+    """The pending group of an arrival, as a row of `oldest_pending`."""
+    return connection.execute(f"{_LEASED} AND arrival = ?", (arrival,)).fetchall()
+
+
+def newest_taken(connection: Connection) -> int:
+    """Newest version with a leased or consumed group; -1 without one."""
+    row = connection.execute(
+        "SELECT (SELECT max(oldest_version) FROM groups WHERE state = 'leased'),"
+        " (SELECT max(oldest_version) FROM groups WHERE state = 'consumed')"
+    ).fetchone()
+    return max(-1 if version is None else int(version) for version in row)

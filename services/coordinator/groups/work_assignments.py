@@ -1,4 +1,4 @@
-"""Assignments: prompts leased to sites, and prompts returned without a group.
+"""Assignments: prompts leased to sites, terms, prompts returned without a group.
 
 Store operations.
 
@@ -12,8 +12,8 @@ with the same prompt and seed. The newest MAX_HOLDERS holders may still answer, 
 A row that gives no group, or an invalid or late one, waits for one version's assignments, then for twice as many, ...
 After MAX_RETURNS counted returns it is closed, and a late group is dropped as surplus.
 
-A held-out prompt (HELD_OUT or more) is a row until it is answered or its evaluation ends. When all are out, an idle
-site gets other sites' prompts; the first answer counts.
+Terms are in memory, in monotonic seconds; a restart gives each lease a fresh one. The assignments of a silent site that
+works ahead are away: they count against no site and go to others when their term ends.
 
 A hostile site could close prompts by returning them. So only the newest holder's return counts, at most MAX_IN_ROW
 times until a group of that site is taken. While several sites want work, two must have returned a prompt.
@@ -21,11 +21,13 @@ times until a group of that site is taken. While several sites want work, two mu
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import logging
-import zlib
+import math
 from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
 
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.evaluation import HELD_OUT
@@ -33,9 +35,11 @@ from heterorl.common.types.rollout import DropReason, GroupId, ReturnReason, Wor
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.groups import ledger, schedule
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
-from heterorl.coordinator.sites.sites import Holder
+from heterorl.coordinator.sites import incarnations
+from heterorl.coordinator.sites.sites import Declared, Holder, Sites, declared
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import NUMBERS, Connection, get_meta, set_meta
+from heterorl.coordinator.versions import lineage
 
 _LOG = logging.getLogger(__name__)
 REOPENED = {
@@ -52,8 +56,6 @@ MAX_HOLDERS = 3
 """Sites that may answer an assignment: the holder and the two before it."""
 MAX_EVALUATORS = 64
 """The same of a held-out prompt: a refusal would end the evaluation of a slow site, and the first answer counts."""
-MAX_SEEN = 64
-"""Unanswered held-out prompts that a question looks at, twice, if none is open."""
 REOPENED_AT_ONCE = 256
 """Rows of one statement. SQLite takes longer for each one the more pages its operation has changed before."""
 
@@ -69,7 +71,7 @@ def hand_out(
         " AND assignment < ? ORDER BY assignment LIMIT ?",
         (first, HELD_OUT, count),
     ).fetchall()
-    handed = _lease(connection, rows, holder, request_id)
+    handed = lease_rows(connection, rows, holder, request_id)
     chosen, last = schedule.choose_prompts(
         connection, first, count - len(handed), num_prompts=num_prompts, seed=config.seed, config=config.difficulty
     )
@@ -77,7 +79,7 @@ def hand_out(
         WorkAssignment(id=assignment, prompt_index=prompt, seed=seed_of(assignment, seed=config.seed), lease_s=0.0)
         for assignment, prompt in chosen
     ]
-    names = json.dumps([_holder(*holder)])
+    names = json.dumps([holder_name(*holder)])
     connection.executemany(
         "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders, request_id)"
         " VALUES (?, ?, ?, ?, ?, 1, ?, ?)",
@@ -86,81 +88,6 @@ def hand_out(
     if new:
         set_meta(connection, "next_assignment", str(last))
     return [*handed, *new]
-
-
-def open_held_out(connection: Connection, numbers: range, *, seed: int) -> None:
-    """Open an assignment for each held-out prompt of an evaluation."""
-    connection.executemany(
-        "INSERT INTO work (assignment, prompt_index, seed, site, incarnation, is_leased, holders)"
-        " VALUES (?, ?, ?, '', '', 0, '[]')",
-        [(number, index, seed) for index, number in enumerate(numbers)],
-    )
-
-
-def hand_out_held_out(
-    connection: Connection, numbers: range, *, holder: Holder, count: int, request_id: str, from_others: bool
-) -> list[WorkAssignment]:
-    """Lease open held-out prompts of an evaluation.
-    With `from_others`, some that fewer than MAX_HOLDERS other sites had."""
-    if from_others:
-        rows = _held_by_others(connection, numbers, holder=holder, count=count, request_id=request_id)
-    else:
-        rows = connection.execute(
-            "SELECT assignment, prompt_index, seed, holders FROM work WHERE is_leased = 0 AND assignment >= ?"
-            " AND assignment < ? ORDER BY assignment LIMIT ?",
-            (numbers.start, numbers.stop, count),
-        ).fetchall()
-    return _lease(connection, rows, holder, request_id)
-
-
-def _held_by_others(
-    connection: Connection, numbers: range, *, holder: Holder, count: int, request_id: str
-) -> list[tuple[int, int, int, str]]:
-    """Unanswered prompts that the site may take as well.
-
-    It looks at the MAX_SEEN lowest ones, then at as many from a place that the request's id decides: every site may
-    hold all of them, and each question is answered on the store's thread.
-    """
-    found: list[tuple[int, int, int, str]] = []
-    first = numbers.start
-    for _ in range(2):
-        seen = connection.execute(
-            "SELECT assignment, prompt_index, seed, holders FROM work WHERE assignment >= ? AND assignment < ?"
-            " ORDER BY assignment LIMIT ?",
-            (first, numbers.stop, MAX_SEEN),
-        ).fetchall()
-        others = [(row, json.loads(row[3])) for row in seen]
-        found += [row for row, names in others if _holder(*holder) not in names and len(names) < MAX_HOLDERS]
-        if len(found) >= count or len(seen) < MAX_SEEN:
-            break
-        (last,) = connection.execute(
-            "SELECT max(assignment) FROM work WHERE assignment < ?", (numbers.stop,)
-        ).fetchone()
-        first = seen[-1][0] + 1
-        first += zlib.crc32(f"{_holder(*holder)}/{request_id}".encode()) % max(1, last - first + 1)
-    return found[:count]
-
-
-def held_out_of(connection: Connection, assignment: int, holder: Holder) -> tuple[int | None, bool]:
-    """The prompt of a held-out assignment if the site held it.
-    Also returns whether the assignment is answered or over."""
-    row = connection.execute("SELECT prompt_index, holders FROM work WHERE assignment = ?", (assignment,)).fetchone()
-    if row is None:
-        return None, True
-    return (int(row[0]) if _holder(*holder) in json.loads(row[1]) else None), False
-
-
-def has_any(connection: Connection, numbers: range) -> bool:
-    """Whether one of these assignments is unanswered."""
-    row = connection.execute(
-        "SELECT 1 FROM work WHERE assignment >= ? AND assignment < ? LIMIT 1", (numbers.start, numbers.stop)
-    ).fetchone()
-    return row is not None
-
-
-def forget(connection: Connection, numbers: range) -> None:
-    """Forget assignments of held-out prompts."""
-    connection.execute("DELETE FROM work WHERE assignment >= ? AND assignment < ?", (numbers.start, numbers.stop))
 
 
 def handed_before(connection: Connection, holder: Holder, request_id: str) -> list[WorkAssignment]:
@@ -189,7 +116,7 @@ def lookup(connection: Connection, wanted: Sequence[tuple[int, GroupId]]) -> dic
     found: dict[int, tuple[int | None, bool]] = {}
     for assignment, group_id in wanted:
         prompt, holders = rows.get(assignment, (None, "[]"))
-        is_holder = _holder(group_id.site, group_id.incarnation) in json.loads(holders)
+        is_holder = holder_name(group_id.site, group_id.incarnation) in json.loads(holders)
         found[assignment] = (
             int(prompt) if is_holder and assignment < following else None,
             prompt is None and assignment < following,
@@ -238,7 +165,7 @@ def give_back(connection: Connection, holder: Holder, assignments: Sequence[int]
         f" AND assignment IN {NUMBERS}",
         (*holder, wanted),
     ).fetchall()
-    own = _holder(*holder)
+    own = holder_name(*holder)
     connection.executemany(
         "UPDATE work SET is_leased = 0, holders = ? WHERE assignment = ?",
         [(json.dumps([name for name in json.loads(names) if name != own]), each) for each, names in rows],
@@ -281,14 +208,16 @@ def expire(connection: Connection, assignments: Sequence[int]) -> None:
     )
 
 
-def _holder(site: str, incarnation: str) -> str:
+def holder_name(site: str, incarnation: str) -> str:
+    """A holder's name in `work.holders`."""
     return f"{site}/{incarnation}"
 
 
-def _lease(
+def lease_rows(
     connection: Connection, rows: Sequence[tuple[int, int, int, str]], to: Holder, request_id: str
 ) -> list[WorkAssignment]:
-    holder = _holder(*to)
+    """Lease rows to a holder; the earliest of too many leaves."""
+    holder = holder_name(*to)
     for assignment, _, _, holders in rows:
         most = MAX_EVALUATORS if assignment >= HELD_OUT else MAX_HOLDERS
         names = [*(name for name in json.loads(holders) if name != holder), holder][-most:]
@@ -359,3 +288,145 @@ def _standing(connection: Connection, site: SiteId) -> tuple[int, int]:
     row = connection.execute("SELECT accepted, num_returns FROM returners WHERE site = ?", (site,)).fetchone()
     in_row = int(row[1]) if row is not None and row[0] == accepted else 0
     return int(accepted), in_row
+
+
+_HOLDER = "site = ? AND incarnation = ?"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Term:
+    """Duration of an assignment from hand-out, and whether its holder is away."""
+
+    seconds: float
+    is_away: bool = False
+
+
+def term_of(said: Declared, *, lease_s: float, is_silent: bool, is_replaced: bool) -> Term:
+    """The term of a holder's assignments.
+    `is_silent`: not seen for `lease_s`; `is_replaced` by a newer incarnation."""
+    if is_silent and (is_replaced or said.ahead_s <= 0):
+        # Its delay does not count: a dead process cannot deliver.
+        return Term(seconds=lease_s)
+    return Term(seconds=lease_s + said.delay_s + said.ahead_s, is_away=is_silent)
+
+
+def next_look(said: Declared, term: Term, *, oldest: float, seen: float, lease_s: float, is_silent: bool) -> float:
+    """Next instant when a holder's assignments may expire or go away."""
+    ends = oldest + term.seconds
+    if is_silent or (said.delay_s <= 0 and said.ahead_s <= 0):
+        return ends
+    if said.ahead_s > 0:
+        return min(ends, seen + lease_s)
+    return min(ends, max(seen, oldest) + lease_s)
+
+
+class Deadlines:
+    """The terms of assignments.
+    `work_lease_s` is the term of a site without delay, `started` this process's begin."""
+
+    def __init__(self, *, sites: Sites, work_lease_s: float, started: float) -> None:
+        self._sites = sites
+        self._work_lease_s = work_lease_s
+        self._started = started
+        # The run's contract never changes.
+        self._trajectory_s: float | None = None
+
+    def begin(
+        self, connection: Connection, handed: Sequence[WorkAssignment], holder: Holder, now: float
+    ) -> tuple[WorkAssignment, ...]:
+        """Start the terms of new leases.
+        Running terms stay, so no site keeps an assignment by asking again."""
+        if not handed:
+            return ()
+        said = self._said(connection, holder)
+        term_s = self._work_lease_s + said.delay_s + said.ahead_s
+        connection.execute(f"UPDATE temp.out_work SET since = ? WHERE {_HOLDER} AND since IS NULL", (now, *holder))
+        if said.ahead_s > 0:
+            # Its earlier assignments may be away. The new ones are not, so the next look is at most one lease from now.
+            connection.execute(
+                f"UPDATE temp.holder SET due = ? WHERE {_HOLDER} AND due > ?",
+                (now + self._work_lease_s, *holder, now + self._work_lease_s),
+            )
+        starts = (
+            connection.execute("SELECT since FROM temp.out_work WHERE assignment = ?", (entry.id,)).fetchone()
+            for entry in handed
+        )
+        return tuple(
+            dataclasses.replace(entry, lease_s=max(0.0, term_s - (now - start)))
+            for entry, (start,) in zip(handed, starts, strict=True)
+        )
+
+    def look(self, connection: Connection, now: float) -> None:
+        """Reopen expired assignments; mark silent sites' assignments as away.
+        Expired ones count against their holders."""
+        due = connection.execute("SELECT site, incarnation FROM temp.holder WHERE due <= ?", (now,)).fetchall()
+        for site, incarnation in due:
+            self._look_at(connection, (site, incarnation), now)
+
+    def holdings(self, connection: Connection, now: float) -> dict[Holder, tuple[int, int]]:
+        """Each holder's assignments but held-out prompts, and how many are away now."""
+        found = {}
+        prompts = connection.execute(
+            "SELECT site, incarnation, count(*), sum(is_away) FROM temp.out_work WHERE assignment >= ?"
+            " GROUP BY site, incarnation",
+            (HELD_OUT,),
+        )
+        held_out = {(site, incarnation): (count, gone) for site, incarnation, count, gone in prompts}
+        rows = connection.execute("SELECT site, incarnation, held, away FROM temp.holder").fetchall()
+        for site, incarnation, held, away in rows:
+            holder = site, incarnation
+            count, gone = held_out.get(holder, (0, 0))
+            held, away = held - count, away - gone
+            _, is_silent = self._silence(holder, now)
+            is_away = is_silent and self._term(connection, holder, is_silent=True).is_away
+            found[holder] = held, held if is_away else away
+        return found
+
+    def _look_at(self, connection: Connection, holder: Holder, now: float) -> None:
+        connection.execute(f"UPDATE temp.out_work SET since = ? WHERE {_HOLDER} AND since IS NULL", (now, *holder))
+        seen, is_silent = self._silence(holder, now)
+        term = self._term(connection, holder, is_silent=is_silent)
+        expired, oldest = [], math.inf
+        rows = connection.execute(f"SELECT assignment, since FROM temp.out_work WHERE {_HOLDER} ORDER BY since", holder)
+        for assignment, since in rows:
+            if since + term.seconds > now:
+                oldest = since
+                break
+            expired.append(assignment)
+        rows.close()
+        expire(connection, expired)
+        tallies.note_expired(connection, holder[0], sum(each < HELD_OUT for each in expired))
+        if oldest == math.inf:
+            return
+        if term.is_away:
+            gone = connection.execute(
+                f"UPDATE temp.out_work SET is_away = 1 WHERE {_HOLDER} AND is_away = 0", holder
+            ).rowcount
+            if gone:
+                _LOG.info(
+                    "site %s is silent: its %d assignments count against no site and go to others at their deadline",
+                    holder[0], gone,
+                )  # fmt: skip
+        said = self._said(connection, holder)
+        again = next_look(said, term, oldest=oldest, seen=seen, lease_s=self._work_lease_s, is_silent=is_silent)
+        connection.execute(f"UPDATE temp.holder SET due = ? WHERE {_HOLDER}", (again, *holder))
+
+    def _term(self, connection: Connection, holder: Holder, *, is_silent: bool) -> Term:
+        is_replaced = is_silent and incarnations.is_replaced(connection, *holder)
+        said = self._said(connection, holder)
+        return term_of(said, lease_s=self._work_lease_s, is_silent=is_silent, is_replaced=is_replaced)
+
+    def _said(self, connection: Connection, holder: Holder) -> Declared:
+        """A holder's declaration; the contract's trajectory time counts as delay."""
+        if self._trajectory_s is None and (contract := lineage.read_contract(connection)) is not None:
+            self._trajectory_s = contract.trajectory_s
+        said = declared(connection, holder)
+        return dataclasses.replace(said, delay_s=said.delay_s + (self._trajectory_s or 0.0))
+
+    def _silence(self, holder: Holder, now: float) -> tuple[float, bool]:
+        """When a holder was seen last, and whether it is silent.
+        One never seen is silent a lease after the start."""
+        seen = self._sites.seen_at(holder)
+        if seen is None:
+            return self._started, now - self._started >= self._work_lease_s
+        return seen, now - seen > self._work_lease_s

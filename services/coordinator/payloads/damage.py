@@ -19,8 +19,7 @@ from heterorl.coordinator.payloads import payload_index
 from heterorl.coordinator.payloads.merged_deltas import MergedDeltas
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
-from heterorl.coordinator.store.payload_files import BUSY_S, file_size, unreadable
-from heterorl.coordinator.store.payload_storage import PayloadCache, Repair
+from heterorl.coordinator.store.payload_files import BUSY_S, PayloadCache, Repair, file_size, unreadable
 
 _LOG = logging.getLogger(__name__)
 

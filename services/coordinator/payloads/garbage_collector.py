@@ -36,7 +36,7 @@ from heterorl.coordinator.payloads.retention import Needs, PullLeases
 from heterorl.coordinator.store.background import BackgroundWorker
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.database import Database
-from heterorl.coordinator.store.payload_storage import PayloadCache
+from heterorl.coordinator.store.payload_files import PayloadCache
 from heterorl.coordinator.versions import published_variants
 from heterorl.coordinator.versions.chain import Chain
 

@@ -23,7 +23,7 @@ from heterorl.coordinator.store.bucket_cache import SCRATCH, BucketCache, CacheF
 from heterorl.coordinator.store.bucket_storage import BucketStorage, Objects
 from heterorl.coordinator.store.database import Connection, Database, get_meta, set_meta
 from heterorl.coordinator.store.engine_choice import OWNER
-from heterorl.coordinator.store.payload_storage import PayloadCache, PayloadStorage
+from heterorl.coordinator.store.payload_files import PayloadCache, PayloadStorage
 
 _LOG = logging.getLogger(__name__)
 WAIT_S = 60.0

@@ -1,20 +1,23 @@
-"""Registered sites, and the time each was last seen.
+"""Registered sites: when each was last seen, what it may push.
 
-Sites are durable; the time is in memory, by the monotonic clock.
+Sites are durable; the rest is in memory, by the monotonic clock. A refusal by a quota is free and says when to retry. A
+group larger than the burst passes when the bucket is full. A restart fills buckets.
 """
 
 from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from dataclasses import dataclass
 
 from heterorl.common.errors import NotRegistered
+from heterorl.common.process import metrics
 from heterorl.common.types.common import SiteId
 from heterorl.common.types.run import CanaryReport, Heartbeat, Registration, SiteStatus
+from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.sites import incarnations, quarantine
-from heterorl.coordinator.sites.quotas import Quotas
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import Connection, get_meta, set_meta
 
@@ -24,6 +27,88 @@ MAX_SEEN = 16
 Holder = tuple[str, str]
 GROUPS_TIMED = 20
 """Groups over which the mean duration of a site's groups decays."""
+
+
+MAX_WAIT_S = 60.0
+"""Longest delay asked for, seconds."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rate:
+    """A token bucket's fill rate and capacity.
+    A charge larger than the rest takes its level below 0. Times are monotonic seconds."""
+
+    per_s: float
+    burst: float
+
+
+def level_at(now: float, rate: Rate, bucket: tuple[float, float] | None) -> float:
+    """A bucket's level now; a new one is full.
+    `bucket` is an earlier level and its instant."""
+    if bucket is None:
+        return rate.burst
+    level, since = bucket
+    return min(rate.burst, level + max(0.0, now - since) * rate.per_s)
+
+
+def wait_s(level: float, rate: Rate, amount: float) -> float:
+    """Seconds until the amount may be taken; 0 for now."""
+    needed = min(amount, rate.burst)
+    return 0.0 if level >= needed else min(MAX_WAIT_S, (needed - level) / rate.per_s)
+
+
+class Quotas:
+    """The buckets of all sites and their refusals.
+
+    `take` runs in store operations, other threads read single entries.
+    """
+
+    def __init__(self, config: CoordinatorConfig) -> None:
+        self._pending_limit = config.site_pending_bytes
+        rates = {"groups": config.site_groups_per_s, "bytes": config.site_bytes_per_s}
+        self._rates = {
+            name: Rate(per_s=per_s, burst=max(1.0, per_s * config.site_burst_s))
+            for name, per_s in rates.items()
+            if per_s > 0
+        }
+        self._buckets: dict[tuple[str, str], tuple[float, float]] = {}
+        """The level of each site's buckets, and its instant."""
+        self.full: set[str] = set()
+        """Sites whose newest group was refused, because theirs in the queue leave it no room."""
+        self._refused: Counter[tuple[str, str]] = Counter()
+
+    def take(self, site: str, *, num_bytes: int, pending_bytes: int, now: float) -> tuple[float, str]:
+        """Charge one group to a site, or refuse it without a charge.
+        Returns (0, ""), or the seconds to wait and the reason."""
+        if pending_bytes + num_bytes > self._pending_limit:
+            self._refuse(site, "pending_bytes")
+            self.full.add(site)
+            return 1.0, f"the site has {pending_bytes} bytes in the queue; site_pending_bytes is {self._pending_limit}"
+        self.full.discard(site)
+        amounts = {"groups": 1.0, "bytes": float(num_bytes)}
+        levels = {name: level_at(now, rate, self._buckets.get((site, name))) for name, rate in self._rates.items()}
+        for name, rate in self._rates.items():
+            delay_s = wait_s(levels[name], rate, amounts[name])
+            if delay_s > 0:
+                self._refuse(site, name)
+                return delay_s, f"quota: site_{name}_per_s is {rate.per_s:g}; push again in {delay_s:.2f} s"
+        for name, level in levels.items():
+            self._buckets[site, name] = level - amounts[name], now
+        return 0.0, ""
+
+    def _refuse(self, site: str, quota: str) -> None:
+        self._refused[site, quota] += 1
+        metrics.QUOTA_REFUSALS.labels(metrics.SITES.of(site), quota).inc()
+
+    def used(self, site: str, now: float, *, pending_bytes: int) -> dict[str, float]:
+        shares = {"pending_bytes": pending_bytes / self._pending_limit}
+        for name, rate in self._rates.items():
+            level = level_at(now, rate, self._buckets.get((site, name)))
+            shares[name] = 1.0 - level / rate.burst
+        return {name: min(1.0, max(0.0, share)) for name, share in shares.items()}
+
+    def refusals_of(self, site: str) -> int:
+        return sum(self._refused[site, quota] for quota in ("pending_bytes", *self._rates))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -27,6 +27,7 @@ from heterorl.common.process.threads import ArgumentsT, ResultT, in_thread, open
 from heterorl.common.types.common import Digest, is_digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.payload_files import (
+    PayloadStorage,
     cut,
     file_size,
     identity,
@@ -38,7 +39,6 @@ from heterorl.coordinator.store.payload_files import (
     unreadable,
     write_all,
 )
-from heterorl.coordinator.store.payload_storage import PayloadStorage
 
 
 class Locks:

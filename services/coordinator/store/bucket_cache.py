@@ -20,8 +20,7 @@ from heterorl.common.types.common import Digest
 from heterorl.common.weights.payload import file_digest
 from heterorl.coordinator.store.blobs import BlobStore
 from heterorl.coordinator.store.bucket_storage import BucketStorage
-from heterorl.coordinator.store.payload_files import BUSY_S, file_size, name_file, payload_files
-from heterorl.coordinator.store.payload_storage import PayloadCache, Repair
+from heterorl.coordinator.store.payload_files import BUSY_S, PayloadCache, Repair, file_size, name_file, payload_files
 
 SCRATCH = "copies"
 """Directory of partial fetches, next to the payloads."""

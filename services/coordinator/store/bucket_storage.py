@@ -30,8 +30,7 @@ from heterorl.common.errors import Busy, ConfigError, CorruptStore, DependencyMi
 from heterorl.common.process.threads import opened_in_thread
 from heterorl.common.types.common import Digest, file_name, is_digest
 from heterorl.coordinator.coordinator_config import BucketConfig
-from heterorl.coordinator.store.payload_files import BUSY_S, open_file, write_all
-from heterorl.coordinator.store.payload_storage import PayloadStorage
+from heterorl.coordinator.store.payload_files import BUSY_S, PayloadStorage, open_file, write_all
 
 if TYPE_CHECKING:
     from obstore.store import S3Store

@@ -6,8 +6,12 @@ assignments. Instants are of this process's monotonic clock. Waiting groups are 
     tally     assignments that count as outstanding (`out`) or are away with a silent site (`away`), sites that share
               the work (`wanting`)
     out_work  assignments that are out: since when, and whether they are away
-    holder    holders of assignments, and when to look at them again (groups/deadlines.py)
-    sharer    each site's assignments, how many count, when it asked, its debt (sites/quotas.py)
+    holder    holders of assignments, and when to look at them again (groups/work_assignments.py)
+    sharer    each site's assignments, how many count, when it asked, its debt
+
+Sites share assignments equally. A single site may hold everything; if it works ahead, it leaves a quarter for a
+newcomer. A site that never answers sinks to one assignment and regains one for each group that it delivers. A site
+whose assignments are all away takes no share. A restart clears debts.
 
 Held-out prompts (HELD_OUT and more) are in out_work and holder only: evaluation uses no share of training.
 """
@@ -131,3 +135,62 @@ def held(connection: Connection, site: str) -> int:
 def look_soon(connection: Connection, site: str) -> None:
     """Make a site's holders due for the next look."""
     connection.execute("UPDATE temp.holder SET due = ? WHERE site = ?", (SOON, site))
+
+
+ASKED_S = 60.0
+"""A site shares the work if it asked within so many seconds, or holds assignments that count."""
+
+
+def equal_share(limit: int, wanting: int) -> int:
+    """The share of each site while none owes anything."""
+    return -(-limit // wanting)
+
+
+def decide_share(
+    *, limit: int, at_least: int, wanting: int, owed: int, debtors: int, works_ahead: bool
+) -> tuple[int, int]:
+    """Assignments that the site may hold, and its debt from now on.
+    A single site gets `at_least`, one version's groups. `wanting` sites share, with this one; `debtors` of them owe an
+    equal share or more."""
+    if wanting == 1:
+        # A single site delays only itself.
+        ahead = min(limit, max(at_least, limit - limit // 4))
+        return ahead if works_ahead else limit, owed
+    equal = equal_share(limit, wanting)
+    share = equal if owed >= equal else equal_share(limit, wanting - debtors)
+    # A debt is at most the share, so that as many groups win it back.
+    owed = min(owed, share)
+    return max(1, share - owed), owed
+
+
+def note_asked(connection: Connection, site: str, now: float) -> None:
+    """Note that a site wants work."""
+    connection.execute("INSERT INTO temp.sharer (site) VALUES (?) ON CONFLICT DO NOTHING", (site,))
+    connection.execute("UPDATE temp.sharer SET asked = ? WHERE site = ?", (now, site))
+
+
+def note_expired(connection: Connection, site: str, count: int) -> None:
+    """Count expired assignments as debt.
+    Each accepted group of the site lowers it."""
+    connection.execute("UPDATE temp.sharer SET owed = owed + ? WHERE site = ?", (count, site))
+
+
+def allowance(connection: Connection, site: str, *, limit: int, at_least: int, works_ahead: bool, now: float) -> int:
+    """Assignments that a site may hold, as `decide_share` says."""
+    connection.execute("UPDATE temp.sharer SET asked = NULL WHERE asked < ?", (now - ASKED_S,))
+    row = connection.execute(
+        "SELECT owed, counted > 0 OR asked IS NOT NULL FROM temp.sharer WHERE site = ?", (site,)
+    ).fetchone()
+    owed, is_counted = (int(row[0]), bool(row[1])) if row else (0, False)
+    wanting = read(connection, "wanting") + (not is_counted)
+    equal = equal_share(limit, wanting)
+    (debtors,) = connection.execute(
+        "SELECT count(*) FROM temp.sharer WHERE owed > 0 AND owed >= ? AND (counted > 0 OR asked IS NOT NULL)", (equal,)
+    ).fetchone()
+    debtors = int(debtors) + (not is_counted and owed >= equal)
+    allowed, left = decide_share(
+        limit=limit, at_least=at_least, wanting=wanting, owed=owed, debtors=debtors, works_ahead=works_ahead
+    )
+    if left != owed:
+        connection.execute("UPDATE temp.sharer SET owed = ? WHERE site = ?", (left, site))
+    return allowed

@@ -1,13 +1,16 @@
 """The learner's lease and the version chain: decisions and store operations.
 
 Epochs only grow, and only they decide safety; time decides liveness. One compare-and-set transaction commits a version
-and consumes its groups. Versions have no gaps. The same step id gives the same answer.
+and consumes its groups. Versions have no gaps. The same step id gives the same answer. A policy's age counts from the
+publication of the next version: the newest has age 0 even if a run stands still.
 """
 
 from __future__ import annotations
 
+import json
+import math
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 
 from heterorl.common.errors import (
@@ -27,11 +30,11 @@ from heterorl.common.types.policy import (
     PublishRequest,
     stated_version,
 )
-from heterorl.common.wire.common_messages import bytes_digest, contract_from_bytes, contract_to_bytes
+from heterorl.common.wire.common_messages import MAX_INT64, bytes_digest, contract_from_bytes, contract_to_bytes
 from heterorl.common.wire.policy_messages import manifest_digest
 from heterorl.common.wire.statement import statement_difference, statement_from_bytes
-from heterorl.coordinator.store.database import Connection, get_meta
-from heterorl.coordinator.versions.chain import Chain
+from heterorl.coordinator.store.database import NUMBERS, Connection, get_meta
+from heterorl.coordinator.versions.chain import TRAINED, Chain
 
 _KEYS = {
     "lora.base_digest": "model_dir (the base model under the adapters)",
@@ -334,3 +337,65 @@ def keep_statement(connection: Connection, statement: bytes) -> str:
         return statement_difference(statement_from_bytes(kept), statement_from_bytes(statement))
     connection.execute("INSERT INTO meta VALUES ('statement', ?)", (statement,))
     return ""
+
+
+def superseded_s(connection: Connection, version: int, *, reach: int, now: float) -> float:
+    """Seconds since one of the next `reach` versions was published.
+    The newest version has 0. `now` is wall time."""
+    (published,) = connection.execute(
+        "SELECT min(published) FROM versions WHERE version > ? AND version <= ? AND is_abandoned = 0",
+        (version, min(version + reach, MAX_INT64)),
+    ).fetchone()
+    return 0.0 if published is None else max(0.0, now - float(published))
+
+
+def oldest_usable(connection: Connection, *, head: int, max_versions: int, max_s: float, now: float) -> int:
+    """The oldest version within both bounds, of versions and of seconds."""
+    floor = head - max_versions
+    row = connection.execute(
+        "SELECT max(version) FROM versions WHERE version > ? AND published < ? AND is_abandoned = 0",
+        (floor, now - max_s),
+    ).fetchone()
+    # It superseded all versions before it more than `max_s` ago.
+    return floor if row[0] is None else int(row[0])
+
+
+def abandoned_span(connection: Connection, versions: Sequence[int]) -> int | None:
+    """An abandoned version among a group's versions, or None."""
+    (found,) = connection.execute(
+        f"SELECT min(version) FROM versions WHERE is_abandoned = 1 AND version IN {NUMBERS}", (json.dumps(versions),)
+    ).fetchone()
+    return None if found is None else int(found)
+
+
+VERSIONS_TIMED = 8
+"""Newest versions whose intervals give the duration of a version."""
+_MANY = 1e6
+
+
+def coming(connection: Connection, generation_s: float, *, head: int, now: float) -> int:
+    """Versions that come in the `generation_s` of a group; 0 while unknown.
+
+    A version takes the mean of the last VERSIONS_TIMED, or the time since the newest one if that is longer.
+    """
+    rows = connection.execute(
+        "SELECT published FROM versions WHERE version >= ? AND is_abandoned = 0 ORDER BY version DESC",
+        (head - VERSIONS_TIMED,),
+    ).fetchall()
+    if len(rows) < 2:
+        return 0
+    newest, oldest = float(rows[0][0]), float(rows[-1][0])
+    version_s = max((newest - oldest) / (len(rows) - 1), now - newest)
+    # The version that the group ends with does not count.
+    if generation_s <= 0 or version_s <= 0:
+        return 0
+    return math.ceil(min(generation_s / version_s, _MANY)) - 1
+
+
+def variant_of(connection: Connection, version: int, state_root: str) -> str:
+    """The variant in which a version has this state.
+    A site may have changed its variant since."""
+    row = connection.execute(
+        "SELECT variant FROM variant_versions WHERE version = ? AND state_root = ?", (version, state_root)
+    ).fetchone()
+    return TRAINED if row is None else str(row[0])

@@ -64,15 +64,6 @@ def stored(connection: Connection) -> tuple[str, ...]:
     return (TRAINED, *(str(row[0]) for row in rows))
 
 
-def of_state(connection: Connection, version: int, state_root: str) -> str:
-    """The variant in which a version has this state.
-    A site may have changed its variant since."""
-    row = connection.execute(
-        "SELECT variant FROM variant_versions WHERE version = ? AND state_root = ?", (version, state_root)
-    ).fetchone()
-    return TRAINED if row is None else str(row[0])
-
-
 def check_publication(
     connection: Connection, request: PublishRequest, manifest: Manifest, parsed: Mapping[str, Manifest]
 ) -> None:

@@ -8,11 +8,8 @@ from typing import TYPE_CHECKING, Protocol
 
 from heterorl.common.types.common import StepReport
 from heterorl.common.types.rollout import QueuedGroup
-from heterorl.common.weights import payload
 from heterorl.common.weights.arena import Arena, Layout
-from heterorl.common.weights.payload import NO_ROOT, PayloadInfo
-from heterorl.learner.backends.ranks.sharded_backend import ShardedBackend
-from heterorl.learner.backends.ranks.sharded_weights import ShardedArena, VersionEngine
+from heterorl.learner.backends.ranks.sharded_weights import ShardedArena
 from heterorl.learner.train.step_report import LogRatios
 
 if TYPE_CHECKING:
@@ -72,36 +69,3 @@ class TrainBackend(Protocol):
 
 
 Weights = Arena | ShardedArena
-
-
-def maker_of(backend: TrainBackend, *, with_variants: bool) -> VersionEngine | None:
-    """The engine with which several ranks make versions; else None.
-    Rank 0 makes them otherwise, as it does variants."""
-    if with_variants or not isinstance(backend, ShardedBackend) or not backend.is_divided:
-        return None
-    return backend.versions
-
-
-def write_snapshot(path: Path, weights: Weights, *, threads: int = 1) -> PayloadInfo:
-    """As `payload.write_snapshot`; the file does not depend on where the weights are."""
-    if isinstance(weights, Arena):
-        return payload.write_snapshot(path, weights, threads=threads)
-    return _write(path, None, weights, threads=threads)
-
-
-def write_delta(path: Path, old: Weights, new: Weights, *, threads: int = 1) -> PayloadInfo:
-    """As `payload.write_delta`; the file does not depend on where the weights are."""
-    if isinstance(new, Arena) or isinstance(old, Arena):
-        return payload.write_delta(path, old.whole(), new.whole(), threads=threads)
-    return _write(path, old, new, threads=threads)
-
-
-def _write(path: Path, old: ShardedArena | None, new: ShardedArena, *, threads: int) -> PayloadInfo:
-    coded = new.code(old, threads=threads)
-    try:
-        from_root = NO_ROOT if old is None else old.state_root()
-        return payload.write_coded(path, coded, layout=new.layout, from_root=from_root)
-    finally:
-        # Also after a full disk the other ranks must be through.
-        for _ in coded:
-            pass

@@ -1,4 +1,4 @@
-"""Replay of a group: log-probs, margins of draws, canary.
+"""Replay of a group: log-probs, margins of draws.
 
 Guarantees: the logits of all tokens are never held at once. No truncation is applied, because top_p and top_k flip
 under rounding and would call honest tokens impossible.
@@ -7,15 +7,12 @@ Suffixes: N tokens, H hidden width, V vocabulary, C tokens of one chunk.
 """
 
 import contextlib
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
-from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import attach
 from heterorl.common.model.logprobs import CHUNK_LOGITS, gumbel_noise, logprobs_of, project, tempered, turn_seed
@@ -24,14 +21,7 @@ from heterorl.common.types.rollout import Group, drawn_turns, strips_of
 from heterorl.common.weights.arena import Arena, Dtype
 from heterorl.learner.checks.findings import Replay
 from heterorl.learner.train.batch import TrainingSequence, collate, split
-from heterorl.learner.train.model import (
-    arena_weights,
-    hidden_states,
-    in_bf16,
-    learner_logprobs,
-    load_model,
-    output_embedding,
-)
+from heterorl.learner.train.model import hidden_states, in_bf16, load_model, output_embedding
 
 MAX_PASS_TOKENS = 32_768
 """Model inputs of one pass."""
@@ -132,38 +122,3 @@ def _parts(group: Group) -> list[list[TrainingSequence]]:
         if rollout.is_trainable
     ]
     return split(sequences, max_tokens=MAX_PASS_TOKENS, batching="padded")
-
-
-_LOG = logging.getLogger(__name__)
-
-
-class Canary:
-    """Scores the canary with the trained model, between steps.
-    The weights are the published ones, as samplers have them."""
-
-    def __init__(self, model: nn.Module, texts: Sequence[ScoredText], *, temperature: float) -> None:
-        self._model: Any = model
-        self._temperature = temperature
-        self.batch = collate(
-            [TrainingSequence.scored(text.prompt, text.completion) for text in texts], batching="padded"
-        )
-
-    @torch.no_grad()
-    def score(self, weights: Arena) -> tuple[float, ...]:
-        """Log-probs of all completions' tokens, one text after another, under `weights`.
-
-        Empty where the device has no room for them; no site is then judged by this version.
-        """
-        batch = self.batch.to(next(self._model.parameters()).device)
-        # Flash attention refuses fp32, the masters' type.
-        is_flash = "flash" in self._model.config._attn_implementation
-        autocast = torch.autocast(batch.input_ids_RS.device.type, torch.bfloat16, enabled=is_flash)
-        try:
-            with arena_weights(self._model, weights), autocast:
-                logprobs_N = learner_logprobs(self._model, batch, temperature=self._temperature)[0]
-        except torch.OutOfMemoryError:
-            _LOG.warning(
-                "the canary is skipped: published weights and model do not fit into memory; this version judges no site"
-            )
-            return ()
-        return tuple(logprobs_N.float().cpu().tolist())

@@ -1,5 +1,5 @@
 """From a step to a version: encode, checkpoint, upload, commit.
 
 Open `publisher` first: at its head stand the six steps, whose order survives a crash between any two lines of it.
-`training_log` is for people and plots only.
+`step_metrics` of the folder above records each version.
 """

@@ -43,8 +43,8 @@ from heterorl.common.types.common import Digest, StepReport, value_of_row
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.weights.payload import apply_payload, file_digest
-from heterorl.learner.backends.train_backend import TrainBackend, Weights, write_snapshot
-from heterorl.learner.publish.version_payloads import Encoded, PublishedHead
+from heterorl.learner.backends.train_backend import TrainBackend, Weights
+from heterorl.learner.publish.version_payloads import Encoded, PublishedHead, write_snapshot
 
 CURSOR_FORMAT = 1
 _GROUP = ("site", "incarnation", "sequence")

@@ -33,14 +33,14 @@ from heterorl.common.types.policy import NO_VERSION, PayloadRef, PublishRequest
 from heterorl.common.types.rollout import GroupId
 from heterorl.common.weights.arena import Arena, Layout
 from heterorl.common.wire.policy_messages import manifest_digest
-from heterorl.learner.backends.ranks.sharded_weights import ShardedArena
-from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of
-from heterorl.learner.checks.replay import Canary
+from heterorl.learner.backends.ranks.sharded_backend import ShardedBackend
+from heterorl.learner.backends.ranks.sharded_weights import ShardedArena, VersionEngine
+from heterorl.learner.backends.train_backend import TrainBackend, Weights
 from heterorl.learner.publish.checkpoint_store import CheckpointStore, Cursor, UnfinishedCheckpoint, cursor_of
 from heterorl.learner.publish.quantised_variants import EncodedVariant, QuantisedVariant, Variants
-from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import Encoded, PublishedHead, commit, encode_version, upload_all
-from heterorl.learner.step_metrics import observe_version
+from heterorl.learner.step_metrics import TrainingLog, observe_version
+from heterorl.learner.train.model import Canary
 
 _LOG = logging.getLogger(__name__)
 _NOWHERE = PublishedHead(head_version=NO_VERSION, lineage_version=NO_VERSION, lineage_digest="", shadow=None)
@@ -304,3 +304,11 @@ class Publisher:
 def _remove(files: Sequence[tuple[PayloadRef, Path]]) -> None:
     for _, path in files:
         path.unlink(missing_ok=True)
+
+
+def maker_of(backend: TrainBackend, *, with_variants: bool) -> VersionEngine | None:
+    """The engine with which several ranks make versions; else None.
+    Rank 0 makes them otherwise, as it does variants."""
+    if with_variants or not isinstance(backend, ShardedBackend) or not backend.is_divided:
+        return None
+    return backend.versions

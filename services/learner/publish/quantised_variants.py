@@ -24,8 +24,8 @@ from heterorl.common.process.threads import in_thread
 from heterorl.common.types.policy import NO_VERSION, VariantVersion
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
-from heterorl.learner.checks.replay import Canary
 from heterorl.learner.publish.version_payloads import Encoded, PublishedHead, PublishedVersions, encode_version
+from heterorl.learner.train.model import Canary
 
 _LOG = logging.getLogger(__name__)
 

@@ -19,11 +19,13 @@ from heterorl.common.process.metrics import BYTES
 from heterorl.common.pull.puller import TrustedPuller
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, PayloadRef, PublishRequest
+from heterorl.common.weights import payload as payload_file
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.manifest import build_manifest
-from heterorl.common.weights.payload import FRAME_BYTES, PayloadInfo
+from heterorl.common.weights.payload import FRAME_BYTES, NO_ROOT, PayloadInfo
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes, manifest_to_bytes
-from heterorl.learner.backends.train_backend import Weights, write_delta, write_snapshot
+from heterorl.learner.backends.ranks.sharded_weights import ShardedArena
+from heterorl.learner.backends.train_backend import Weights
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -248,3 +250,28 @@ class PublishedVersions(TrustedPuller):
         if pulled.manifest_digest != manifest_digest(data):
             raise StateMismatch(f"version {version}{where} was rebuilt with another manifest than was shown")
         return pulled.arena
+
+
+def write_snapshot(path: Path, weights: Weights, *, threads: int = 1) -> PayloadInfo:
+    """As `payload.write_snapshot`; the file does not depend on where the weights are."""
+    if isinstance(weights, Arena):
+        return payload_file.write_snapshot(path, weights, threads=threads)
+    return _write(path, None, weights, threads=threads)
+
+
+def write_delta(path: Path, old: Weights, new: Weights, *, threads: int = 1) -> PayloadInfo:
+    """As `payload.write_delta`; the file does not depend on where the weights are."""
+    if isinstance(new, Arena) or isinstance(old, Arena):
+        return payload_file.write_delta(path, old.whole(), new.whole(), threads=threads)
+    return _write(path, old, new, threads=threads)
+
+
+def _write(path: Path, old: ShardedArena | None, new: ShardedArena, *, threads: int) -> PayloadInfo:
+    coded = new.code(old, threads=threads)
+    try:
+        from_root = NO_ROOT if old is None else old.state_root()
+        return payload_file.write_coded(path, coded, layout=new.layout, from_root=from_root)
+    finally:
+        # Also after a full disk the other ranks must be through.
+        for _ in coded:
+            pass

@@ -42,7 +42,7 @@ from heterorl.common.process.threads import in_thread
 from heterorl.common.types.policy import NO_VERSION, Manifest
 from heterorl.common.weights.arena import Arena
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes
-from heterorl.learner.backends.train_backend import TrainBackend, Weights, maker_of
+from heterorl.learner.backends.train_backend import TrainBackend, Weights
 from heterorl.learner.publish.checkpoint_store import (
     BACKEND_DIRECTORY,
     Cursor,
@@ -50,7 +50,7 @@ from heterorl.learner.publish.checkpoint_store import (
     read_all_scales,
     read_checkpoint,
 )
-from heterorl.learner.publish.publisher import Publisher
+from heterorl.learner.publish.publisher import Publisher, maker_of
 from heterorl.learner.publish.version_payloads import PublishedHead, PublishedVersions
 from heterorl.learner.run.state_directory import EPOCHS_FILE
 

@@ -7,10 +7,11 @@ A step counts staleness from the version that it builds on, also while that one 
 undoes the steps that build on it: the loop ends after the current step, and the groups of its inbox return to the
 queue. An order closes the inbox; the publication ends first. A failed publication ends the loop at once.
 
-A step's groups are fresh: as many as the step asked for, or none where the inbox closed. Groups
-of equal rewards are among them, except those that `dynamic_sampling` replaces. The coordinator hears of every other
-group, with the reason, before the next one is waited for. Of groups that the version under publication makes too old it
-hears after that publication. A group that is given up twice, because an answer was lost, is counted once.
+A step's groups are fresh: as many as the step asked for, or none where the inbox closed. Groups of equal rewards are
+among them, except those that `dynamic_sampling` replaces, in the order of arrival; a run whose prompts are all solved,
+or all too hard, goes on. The coordinator hears of every other group, with the reason, before the next one is waited
+for. Of groups that the version under publication makes too old it hears after that publication. A group that is given
+up twice, because an answer was lost, is counted once.
 """
 
 import asyncio
@@ -18,26 +19,29 @@ import dataclasses
 import enum
 import logging
 import statistics
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from heterorl.common.api import LearnerApi
 from heterorl.common.errors import GroupNotAvailable, OperatorError, RunFinished
 from heterorl.common.process.backoff import Backoff
-from heterorl.common.process.metrics import EVALUATION_ACCURACY
+from heterorl.common.process.metrics import EVALUATION_ACCURACY, STEPS_WITHOUT_SIGNAL
 from heterorl.common.process.threads import in_thread, most_serious
 from heterorl.common.types.common import LearnerPhase, StepReport
 from heterorl.common.types.policy import LeaseGrant
-from heterorl.common.types.rollout import DropReason, Group, GroupId, QueuedGroup, without_stale
+from heterorl.common.types.rollout import DropReason, FinishReason, Group, GroupId, QueuedGroup, without_stale
 from heterorl.learner.backends.train_backend import TrainBackend, Weights
-from heterorl.learner.checks.reward_signal import RewardSignal, split_uniform
 from heterorl.learner.evaluate import Evaluation, Evaluator
 from heterorl.learner.learner_config import LearnerConfig
 from heterorl.learner.publish.publisher import Draft, Publisher
 from heterorl.learner.run.inbox import Inbox
 from heterorl.learner.sample_notes import SampleNotes
 from heterorl.learner.step_metrics import StepTimer, observe_step
+from heterorl.learner.train.batch import has_signal
 
 _LOG = logging.getLogger(__name__)
+NUM_STEPS = 20
+"""Steps in a row without a reward signal before the warning."""
 
 
 class Outcome(enum.Enum):
@@ -63,6 +67,49 @@ class _Ready:
     draft: Draft
     trained: _Trained
     evaluation: Evaluation | None
+
+
+def split_uniform(groups: Sequence[QueuedGroup], *, room: int) -> tuple[list[QueuedGroup], list[QueuedGroup]]:
+    """Groups that stay, and up to `room` of equal rewards that go."""
+    kept: list[QueuedGroup] = []
+    replaced: list[QueuedGroup] = []
+    for queued in groups:
+        is_replaced = len(replaced) < room and not has_signal(queued.group)
+        (replaced if is_replaced else kept).append(queued)
+    return kept, replaced
+
+
+@dataclass(slots=True)
+class RewardSignal:
+    """Counts steps in a row without rewards that differ in a group.
+    Warns once for each such stretch."""
+
+    num_flat: int = 0
+
+    def note(self, groups: Sequence[QueuedGroup]) -> None:
+        if any(has_signal(queued.group) for queued in groups):
+            if self.num_flat >= NUM_STEPS:
+                _LOG.info("rewards of a step differ again; %d steps before had equal ones", self.num_flat)
+            self.num_flat = 0
+        else:
+            self.num_flat += 1
+            if self.num_flat == NUM_STEPS:
+                _LOG.warning("%s", _advice(groups))
+        STEPS_WITHOUT_SIGNAL.set(self.num_flat)
+
+
+def _advice(groups: Sequence[QueuedGroup]) -> str:
+    rollouts = [rollout for queued in groups for rollout in queued.group.trainable]
+    rewards = [rollout.reward for rollout in rollouts]
+    num_cut = sum(rollout.finish_reason is FinishReason.LENGTH for rollout in rollouts)
+    return (
+        f"NO GRADIENT FROM REWARDS in {NUM_STEPS} steps in a row: all rollouts of each group had one reward. In the"
+        f" newest step rewards were {min(rewards):g} to {max(rewards):g}, and {num_cut} of {len(rollouts)} completions"
+        " were cut at max_new_tokens. If rewards are low: can the model answer such prompts at all (task), does it"
+        " see them as it was trained to (use_chat_template), are answers cut off (sampling.max_new_tokens), does the"
+        " reward find the answer in the text (task.reward)? If they are high, the task is learnt. A larger"
+        " group_size makes differences more likely"
+    )
 
 
 @dataclass(slots=True, kw_only=True)

@@ -19,7 +19,6 @@ from heterorl.common.types.policy import NO_VERSION, LeaseGrant, version_words
 from heterorl.common.types.run import step_words
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.learner.backends.train_backend import TrainBackend
-from heterorl.learner.checks.reward_signal import RewardSignal
 from heterorl.learner.checks.verifier import Limits, Verifier
 from heterorl.learner.evaluate import Evaluator
 from heterorl.learner.learner_config import LearnerConfig
@@ -38,7 +37,7 @@ from heterorl.learner.run.state_directory import (
     renew,
     write_run_file,
 )
-from heterorl.learner.run.training_loop import Outcome, TrainingLoop
+from heterorl.learner.run.training_loop import Outcome, RewardSignal, TrainingLoop
 from heterorl.learner.sample_notes import NoteReader, SampleNotes
 from heterorl.learner.step_metrics import StepTimer
 

@@ -33,7 +33,6 @@ from heterorl.learner.loss.group import beta_weights, group_advantages, group_lo
 from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of
 from heterorl.learner.loss.objectives import LossInputs
-from heterorl.learner.train.completion_stats import has_signal
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -414,3 +413,8 @@ def empty_pass() -> TrainingSequence:
     """The input of a rank without work; its loss counts 0.
     With it the rank joins the others' collective operations."""
     return TrainingSequence.scored(np.zeros(1, np.int32), np.zeros(1, np.int32))
+
+
+def has_signal(group: Group) -> bool:
+    """Whether the group's rewards differ."""
+    return len({rollout.reward for rollout in group.trainable}) > 1

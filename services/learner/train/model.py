@@ -1,4 +1,4 @@
-"""A Hugging Face model to train: passes, kernels, swapped weights, frozen reference.
+"""A Hugging Face model to train: kernels, swapped weights, canary, frozen reference.
 
 Guarantees: fp32 masters, no dropout, log-probs equal to the model's own logits' (`check_forward`). A reference is never
 trained or published; from the learner's own directory it computes exactly what the learner computed before its first
@@ -10,6 +10,7 @@ through); afterwards the model has its own tensors, bit for bit, also after an e
 """
 
 import inspect
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,6 +21,7 @@ import torch
 from torch import nn
 
 from heterorl.common.errors import ConfigError, DependencyMissing, HeterorlError
+from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.model.adapters import PARTS, has_adapters
 from heterorl.common.model.logprobs import token_logprobs
 from heterorl.common.model.model_directory import check_model_dir, first_line
@@ -29,6 +31,7 @@ from heterorl.common.weights.arena import Arena, Layout
 from heterorl.learner.train.backend_config import BackendConfig, TorchBackendConfig
 from heterorl.learner.train.batch import Batching, MicroBatch, TrainingSequence, collate
 
+_LOG = logging.getLogger(__name__)
 CHECK_TOLERANCE = 1e-3
 _WIDE = 32.0
 """Largest logit of a check, as large models have."""
@@ -370,3 +373,35 @@ def compile_block(block: nn.Module, config: BackendConfig) -> None:
     if config.compile:
         # For any length: micro-batches differ in length.
         setattr(block, "forward", torch.compile(block.forward, dynamic=True))  # noqa: B010 - mypy refuses a method
+
+
+class Canary:
+    """Scores the canary with the trained model, between steps.
+    The weights are the published ones, as samplers have them."""
+
+    def __init__(self, model: nn.Module, texts: Sequence[ScoredText], *, temperature: float) -> None:
+        self._model: Any = model
+        self._temperature = temperature
+        self.batch = collate(
+            [TrainingSequence.scored(text.prompt, text.completion) for text in texts], batching="padded"
+        )
+
+    @torch.no_grad()
+    def score(self, weights: Arena) -> tuple[float, ...]:
+        """Log-probs of all completions' tokens, one text after another, under `weights`.
+
+        Empty where the device has no room for them; no site is then judged by this version.
+        """
+        batch = self.batch.to(next(self._model.parameters()).device)
+        # Flash attention refuses fp32, the masters' type.
+        is_flash = "flash" in self._model.config._attn_implementation
+        autocast = torch.autocast(batch.input_ids_RS.device.type, torch.bfloat16, enabled=is_flash)
+        try:
+            with arena_weights(self._model, weights), autocast:
+                logprobs_N = learner_logprobs(self._model, batch, temperature=self._temperature)[0]
+        except torch.OutOfMemoryError:
+            _LOG.warning(
+                "the canary is skipped: published weights and model do not fit into memory; this version judges no site"
+            )
+            return ()
+        return tuple(logprobs_N.float().cpu().tolist())

@@ -5,7 +5,7 @@ import pytest
 from heterorl.common.types.rollout import DropReason
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups import horizon
+from heterorl.coordinator.versions import lineage
 from tests.support.clock import ManualClock
 from tests.support.run import CONTRACT, Run, credits_of
 
@@ -58,12 +58,12 @@ async def test_versions_that_come_are_counted_by_how_long_the_last_ones_took(
 
     def coming():
         return core.database.run(
-            lambda connection: horizon.coming(connection, generation_s, head=run.head, now=clock.wall())
+            lambda connection: lineage.coming(connection, generation_s, head=run.head, now=clock.wall())
         )
 
     assert await coming() == 0, "one version says nothing"
     clock.advance(5000.0)
-    for _ in range(horizon.VERSIONS_TIMED + 1):
+    for _ in range(lineage.VERSIONS_TIMED + 1):
         clock.advance(10.0)
         await run.publish()
     clock.advance(stands_s)

@@ -9,7 +9,8 @@ from heterorl.common.types.rollout import DropReason, PushStatus
 from heterorl.common.types.run import Heartbeat
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups import horizon, ledger, queue
+from heterorl.coordinator.groups import ledger, queue
+from heterorl.coordinator.versions import lineage
 from heterorl.sampler.delay import max_delay_s
 from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.run import INCARNATION, SITE, Run, credits_of
@@ -124,7 +125,7 @@ async def test_oldest_usable_version_is_within_both_bounds(tmp_path, clock):
     now = clock.wall()
 
     def usable(**bounds):
-        return core.database.run(lambda c: horizon.oldest_usable(c, head=5, now=now, **bounds))
+        return core.database.run(lambda c: lineage.oldest_usable(c, head=5, now=now, **bounds))
 
     assert await usable(max_versions=2, max_s=1e9) == 3
     # Version 3 came 20 s ago, version 2 30 s: all before 2 had a newer one for longer than 25 s.

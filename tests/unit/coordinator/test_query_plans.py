@@ -12,8 +12,8 @@ from heterorl.common.types.sample import EvaluationSample, RolloutNote, SampleFi
 from heterorl.coordinator import run_metrics
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups import horizon
 from heterorl.coordinator.store.sqlite import connect
+from heterorl.coordinator.versions import lineage
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, SITE, Run, credits_of
 
@@ -166,9 +166,9 @@ async def test_no_statement_reads_what_grows(tmp_path, statements):
 async def test_ages_are_read_without_manifests(tmp_path, statements):
     def plans(connection):
         statements.clear()
-        horizon.superseded_s(connection, 1, reach=64, now=0.0)
-        horizon.oldest_usable(connection, head=9, max_versions=64, max_s=60.0, now=0.0)
-        horizon.coming(connection, 1.0, head=9, now=0.0)
+        lineage.superseded_s(connection, 1, reach=64, now=0.0)
+        lineage.oldest_usable(connection, head=9, max_versions=64, max_s=60.0, now=0.0)
+        lineage.coming(connection, 1.0, head=9, now=0.0)
         texts = [text for text in list(statements) if "FROM versions" in text]
         return [str(connection.execute(f"EXPLAIN QUERY PLAN {text}").fetchone()[3]) for text in texts]
 

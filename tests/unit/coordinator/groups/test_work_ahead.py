@@ -10,7 +10,7 @@ from heterorl.common.types.run import Heartbeat
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups import ledger
-from heterorl.coordinator.groups.deadlines import Term, next_look, term_of
+from heterorl.coordinator.groups.work_assignments import Term, next_look, term_of
 from heterorl.coordinator.sites.sites import Declared
 from heterorl.coordinator.store import tallies
 from tests.support.clock import ManualClock

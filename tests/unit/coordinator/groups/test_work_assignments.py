@@ -9,11 +9,11 @@ import pytest
 from heterorl.common.errors import InvalidRequest
 from heterorl.common.types.evaluation import HELD_OUT
 from heterorl.common.types.rollout import DropReason, GroupId, PushStatus, Span
+from heterorl.coordinator import evaluation_jobs
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.groups import work_assignments
 from heterorl.coordinator.groups.schedule import prompt_of, seed_of
-from heterorl.coordinator.groups.work_assignments import MAX_HOLDERS, MAX_SEEN, expire, give_back, hand_out, reopen
+from heterorl.coordinator.groups.work_assignments import MAX_HOLDERS, expire, give_back, hand_out, reopen
 from heterorl.coordinator.rollout_column import LEASE_BATCH
 from heterorl.coordinator.store.schema import SCHEMA
 from heterorl.sampler.outbox.outbox import empty_group
@@ -312,7 +312,7 @@ def _outstanding(count, *, few=()):
     """A store whose unanswered held-out prompts have all holders they may have, except `few`."""
     connection = sqlite3.connect(":memory:")
     connection.executescript(SCHEMA)
-    work_assignments.open_held_out(connection, HELD[:count], seed=1)
+    evaluation_jobs.open_held_out(connection, HELD[:count], seed=1)
     full = json.dumps([f"eu-{number}/1" for number in range(MAX_HOLDERS)])
     connection.execute("UPDATE work SET is_leased = 1, holders = ?", (full,))
     connection.executemany(
@@ -322,7 +322,7 @@ def _outstanding(count, *, few=()):
 
 
 def _question(connection, request_id, *, count=4):
-    handed = work_assignments.hand_out_held_out(
+    handed = evaluation_jobs.hand_out_held_out(
         connection, HELD, holder=("us-0", "1"), count=count, request_id=request_id, from_others=True
     )
     return [each.prompt_index for each in handed]
@@ -340,15 +340,17 @@ def test_question_for_held_out_prompts_costs_the_same_with_any_number_outstandin
 
 
 def test_lowest_prompts_with_room_come_first():
-    few = [MAX_SEEN - 1, 3, 5]
+    few = [evaluation_jobs.MAX_SEEN - 1, 3, 5]
     connection = _outstanding(8000, few=few)
 
     assert _question(connection, "a", count=2) == [3, 5]
-    assert _question(connection, "b", count=2)[:1] == [MAX_SEEN - 1]
+    assert _question(connection, "b", count=2)[:1] == [evaluation_jobs.MAX_SEEN - 1]
     assert not {3, 5} & set(_question(connection, "c")), "a prompt is given to a site once"
 
 
-@pytest.mark.parametrize("count", [1, MAX_SEEN, MAX_SEEN + 1, 2 * MAX_SEEN + 1, 1000])
+@pytest.mark.parametrize(
+    "count", [1, evaluation_jobs.MAX_SEEN, evaluation_jobs.MAX_SEEN + 1, 2 * evaluation_jobs.MAX_SEEN + 1, 1000]
+)
 def test_repeated_questions_find_every_prompt_with_room(count):
     connection = _outstanding(count, few=[count - 1])
 
@@ -359,6 +361,6 @@ def test_repeated_questions_find_every_prompt_with_room(count):
 def test_questions_of_one_evaluation_take_nothing_of_the_next(number):
     connection = _outstanding(200)
     following = range(HELD.stop, HELD.stop + 200)
-    work_assignments.open_held_out(connection, following, seed=1)
+    evaluation_jobs.open_held_out(connection, following, seed=1)
 
     assert _question(connection, str(number)) == []

@@ -16,7 +16,7 @@ from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.groups.queue import SiteOrder
 from heterorl.coordinator.groups.schedule import decide_grant
-from heterorl.coordinator.sites.quotas import MAX_WAIT_S, Quotas, Rate, level_at, wait_s
+from heterorl.coordinator.sites.sites import MAX_WAIT_S, Quotas, Rate, level_at, wait_s
 from heterorl.sampler.outbox.delivery import settle
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run, credits_of

@@ -7,7 +7,7 @@ import pytest
 from heterorl.common.types.rollout import GroupId, PushStatus
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
-from heterorl.coordinator.sites import quotas
+from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.sqlite import connect
 from tests.support.clock import ManualClock
 from tests.support.run import INCARNATION, Run
@@ -22,7 +22,7 @@ def connection(tmp_path):
 
 def allowances(connection, sites, *, limit=32, now=0.0, works_ahead=False):
     return [
-        quotas.allowance(connection, site, limit=limit, at_least=8, works_ahead=works_ahead, now=now) for site in sites
+        tallies.allowance(connection, site, limit=limit, at_least=8, works_ahead=works_ahead, now=now) for site in sites
     ]
 
 
@@ -42,19 +42,19 @@ def deliver(connection, site, count):
 
 
 def test_site_alone_may_hold_everything_whatever_it_owes(connection):
-    quotas.note_asked(connection, "a", 0.0)
-    quotas.note_expired(connection, "a", 100)
+    tallies.note_asked(connection, "a", 0.0)
+    tallies.note_expired(connection, "a", 100)
 
     assert allowances(connection, ["a"]) == [32]
 
 
 def test_sites_that_want_work_share_it_and_those_that_left_do_not_count(connection):
     for name in "abc":
-        quotas.note_asked(connection, name, 0.0)
+        tallies.note_asked(connection, name, 0.0)
     assert allowances(connection, "abc") == [11, 11, 11]
 
-    later = quotas.ASKED_S + 1
-    quotas.note_asked(connection, "a", later)
+    later = tallies.ASKED_S + 1
+    tallies.note_asked(connection, "a", later)
     assert allowances(connection, "a", now=later) == [32]
     # One that generates does not ask, but it holds.
     hold(connection, "b", 1, 2)
@@ -68,10 +68,10 @@ def test_sites_that_want_work_share_it_and_those_that_left_do_not_count(connecti
 
 def test_site_that_answers_nothing_comes_down_to_one_and_the_others_get_the_rest(connection):
     for name in "ab":
-        quotas.note_asked(connection, name, 0.0)
-    quotas.note_expired(connection, "a", 4)
+        tallies.note_asked(connection, name, 0.0)
+    tallies.note_expired(connection, "a", 4)
     assert allowances(connection, "ab") == [12, 16]
-    quotas.note_expired(connection, "a", 40)
+    tallies.note_expired(connection, "a", 40)
     assert allowances(connection, "ab") == [1, 32]
 
     # Every group delivered wins one back: 1, 2, 4, ... a round.
@@ -87,7 +87,7 @@ def test_site_that_answers_nothing_comes_down_to_one_and_the_others_get_the_rest
 
 def test_many_sites_get_one_each(connection):
     for number in range(100):
-        quotas.note_asked(connection, str(number), 0.0)
+        tallies.note_asked(connection, str(number), 0.0)
 
     assert allowances(connection, ["7"], limit=32) == [1]
 
@@ -111,7 +111,7 @@ def test_many_sites_get_one_each(connection):
     ],
 )
 def test_share_is_decided(limit, at_least, wanting, owed, debtors, works_ahead, expected):
-    found = quotas.decide_share(
+    found = tallies.decide_share(
         limit=limit, at_least=at_least, wanting=wanting, owed=owed, debtors=debtors, works_ahead=works_ahead
     )
     assert found == expected

@@ -22,7 +22,7 @@ from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.policy_column import PolicyColumn
 from heterorl.coordinator.store import blobs as blobs_module
-from heterorl.coordinator.store.payload_storage import PayloadStorage
+from heterorl.coordinator.store.payload_files import PayloadStorage
 from tests.support.clock import ManualClock
 from tests.support.crashes import Disk
 from tests.support.limits import WAIT_S

@@ -9,7 +9,7 @@ from blake3 import blake3
 from heterorl.common.errors import CorruptStore
 from heterorl.coordinator.store import blobs, bucket_cache
 from heterorl.coordinator.store.bucket_cache import SCRATCH, WHOLE_READS, BucketCache, CacheFiles
-from heterorl.coordinator.store.payload_storage import Repair
+from heterorl.coordinator.store.payload_files import Repair
 from tests.support.clock import CountingBell
 
 MIB = 1 << 20

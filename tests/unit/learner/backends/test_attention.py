@@ -13,10 +13,9 @@ from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.model.contract import ALL_WEIGHTS
 from heterorl.common.weights.arena import Arena
 from heterorl.learner.backends.torch_backend import TorchBackend
-from heterorl.learner.checks.replay import Canary
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import TorchBackendConfig
-from heterorl.learner.train.model import choose_attention
+from heterorl.learner.train.model import Canary, choose_attention
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
 

@@ -18,8 +18,7 @@ from heterorl.common.tasks.arithmetic import ArithmeticTask
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.types.common import LogprobMode, SamplingSemantics
 from heterorl.common.weights.arena import Arena
-from heterorl.learner.checks.replay import Canary
-from heterorl.learner.train.model import load_model
+from heterorl.learner.train.model import Canary, load_model
 
 
 @pytest.fixture(scope="module")
@@ -116,7 +115,7 @@ def test_learner_scores_other_weights_and_keeps_its_own(model_dir, monkeypatch):
     def full(*_, **__):
         raise torch.OutOfMemoryError
 
-    monkeypatch.setattr("heterorl.learner.checks.replay.learner_logprobs", full)
+    monkeypatch.setattr("heterorl.learner.train.model.learner_logprobs", full)
     # Without memory for them nothing is stated: other weights would say something else.
     assert canary.score(arena) == ()
     assert [parameter.data_ptr() for parameter in model.parameters()] == places

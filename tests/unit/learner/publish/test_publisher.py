@@ -32,11 +32,11 @@ from heterorl.common.weights.payload import apply_payload
 from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from heterorl.learner.publish.publisher import Publisher
-from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import MAX_REPAIRS, PublishedHead, PublishedVersions, encode_version
 from heterorl.learner.run.resume import ResumePlan, Resumption, decide
 from heterorl.learner.run.rollback import Rollback
 from heterorl.learner.run.state_directory import read_incarnation
+from heterorl.learner.step_metrics import TrainingLog
 from tests.support.clock import ManualClock
 from tests.support.cursors import make_cursor
 from tests.support.learner_world import (

@@ -32,10 +32,10 @@ from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_t
 from heterorl.learner.publish.checkpoint_store import CheckpointStore
 from heterorl.learner.publish.publisher import Publisher
 from heterorl.learner.publish.quantised_variants import Variants
-from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import PublishedVersions
 from heterorl.learner.run.resume import Resumption
 from heterorl.learner.run.rollback import Rollback
+from heterorl.learner.step_metrics import TrainingLog
 from tests.support.learner_world import (
     FragileApi,
     Killed,

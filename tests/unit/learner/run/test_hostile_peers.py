@@ -16,10 +16,10 @@ from heterorl.common.types.rollout import MAX_PART_VALUE, RewardPart
 from heterorl.common.wire.common_messages import bytes_digest
 from heterorl.common.wire.policy_messages import manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.checks.verifier import MAX_REWARD, Limits, judge
-from heterorl.learner.publish.training_log import TrainingLog
 from heterorl.learner.publish.version_payloads import upload
 from heterorl.learner.run.inbox import Inbox
 from heterorl.learner.run.state_directory import MAX_RENEWAL_S, MIN_RENEWAL_S, renewal_s
+from heterorl.learner.step_metrics import TrainingLog
 from tests.support.learner_world import (
     GROUP_SIZE,
     VOCAB,

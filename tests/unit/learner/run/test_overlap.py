@@ -14,12 +14,12 @@ from heterorl.common.errors import DiskFull, GroupNotAvailable, OperatorError, S
 from heterorl.common.generation.inference_engine import ScoredText
 from heterorl.common.wire.policy_messages import manifest_from_bytes
 from heterorl.learner.backends.torch_backend import TorchBackend
-from heterorl.learner.checks.replay import Canary
 from heterorl.learner.evaluate import Evaluation
 from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.publish import publisher
 from heterorl.learner.run.state_directory import read_incarnation
 from heterorl.learner.train.backend_config import TorchBackendConfig
+from heterorl.learner.train.model import Canary
 from tests.support.learner_world import (
     FragileApi,
     Killed,

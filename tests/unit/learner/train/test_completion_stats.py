@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from heterorl.common.types.common import MAX_REPORTED_PARTS, MAX_REPORTED_SITES, SiteId
 from heterorl.common.types.rollout import GIVEN, FinishReason, RewardPart, Span
-from heterorl.learner.train.completion_stats import completion_numbers, has_signal
+from heterorl.learner.train.batch import has_signal
+from heterorl.learner.train.step_report import completion_numbers
 from tests.support.learner_world import make_group
 
 # length, reward, whether it was cut

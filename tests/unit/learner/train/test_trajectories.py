@@ -13,9 +13,8 @@ from heterorl.learner.backends.ranks.passes import alone
 from heterorl.learner.loss.loss_config import CustomLossConfig, GepoConfig, TisConfig
 from heterorl.learner.loss.loss_spec import loss_spec_of
 from heterorl.learner.train.batch import build_batch, collate
-from heterorl.learner.train.completion_stats import completion_numbers
 from heterorl.learner.train.step import micro_batch_loss
-from heterorl.learner.train.step_report import wanted_log_ratios
+from heterorl.learner.train.step_report import completion_numbers, wanted_log_ratios
 from tests.support.losses import CATALOGUE
 from tests.support.training import group, random_trajectories, tiny_model
 

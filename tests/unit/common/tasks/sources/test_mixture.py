@@ -21,7 +21,7 @@ from heterorl.common.tasks.sources.mixture import MixtureTask, Source, num_train
 from heterorl.common.tasks.task import Doubts
 from heterorl.common.tasks.task_config import TaskConfig, build_task
 from heterorl.common.types.rollout import QueuedGroup
-from heterorl.learner.train.completion_stats import by_source
+from heterorl.learner.train.step_report import by_source
 from tests.support.learner_world import make_group
 
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 
-from heterorl.learner.checks.reward_signal import split_uniform
+from heterorl.learner.run.training_loop import split_uniform
 from tests.support.learner_world import queued
 
 

@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from heterorl.common.process import metrics
-from heterorl.learner.checks.reward_signal import NUM_STEPS, RewardSignal
+from heterorl.learner.run.training_loop import NUM_STEPS, RewardSignal
 from tests.support.learner_world import queued
 
 

@@ -40,11 +40,16 @@ class EpisodeLimits:
     max_turns: int
     trajectory_s: float
 
-    def reached(self, *, num_turns: int, seconds: float) -> FinishReason | None:
-        """The limit that ends the episode; None where another turn may follow."""
+    def reached(self, *, num_turns: int, seconds: float, room: int) -> FinishReason | None:
+        """The limit that ends the episode; None where another turn may follow.
+
+        `room` is the tokens that the longest next turn would leave.
+        """
         if num_turns >= self.max_turns:
             return FinishReason.TURNS
-        return FinishReason.SECONDS if seconds >= self.trajectory_s else None
+        if seconds >= self.trajectory_s:
+            return FinishReason.SECONDS
+        return FinishReason.CONTEXT if room < 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from heterorl.common.tasks.environments.environment_task import EnvironmentSpec,
 from heterorl.common.tasks.environments.episodes import Episode, Episodes
 from heterorl.common.tasks.rewards.function_reward import START_IT
 from heterorl.common.tasks.rewards.worker_pool import is_outage
+from heterorl.common.tasks.source_config import ToolParser
 from heterorl.common.tasks.task import Message, Prompt, Task
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.tool_calls import Parser, parse_action, parser_for
@@ -248,7 +249,7 @@ def try_task(
 
 
 def try_turns(
-    prompter: Prompter, *, tools: Sequence[Mapping[str, Any]] = (), tool_parser: Parser | Literal["auto"] = "auto"
+    prompter: Prompter, *, tools: Sequence[Mapping[str, Any]] = (), tool_parser: ToolParser = "auto"
 ) -> Parser | None:
     """Check that the template writes consecutive turns, tools and their results.
 

@@ -69,6 +69,8 @@ def judge_rewards(
     conversation = conversations.of(prompt) if conversations else None
     asked = conversation.encode(prompt) if conversation else prompter.encode_prompt(prompt)
     if not np.array_equal(asked, group.prompt_token_ids):
+        if conversation is not None:
+            _begin_again(conversation)
         return _mismatch(f"prompt_token_ids: prompt {group.prompt_index} has others")
     if conversation is not None:
         return judge_episodes(group, conversation, tolerance=tolerance)
@@ -101,6 +103,14 @@ def judge_rewards(
             return Finding(reason=DropReason.CODE_MISMATCH, detail=detail)
         return _mismatch(detail)
     return SOUND
+
+
+def _begin_again(conversation: Conversation) -> None:
+    """Raise RewardError where its first messages are no longer the prompt's."""
+    try:
+        conversation.spec.open().close()
+    except EpisodeError as error:
+        raise RewardError(f"an episode of the prompt failed: {error}") from error
 
 
 def _turns_problem(rollout: Rollout) -> str:

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +10,11 @@ import pytest
 
 from heterorl.common.errors import EnvironmentFailed, PromptRefused, RewardError
 from heterorl.common.tasks.environments.environment_task import EpisodeLimits
+from heterorl.common.tasks.task_config import TaskConfig, build_task
+from heterorl.common.text.conversation import Conversations
 from heterorl.common.types.rollout import GIVEN, MAX_REWARD, DropReason, FinishReason, RewardPart, Span
-from heterorl.learner.checks.reward_checks import judge_episodes
+from heterorl.learner.checks.reward_checks import judge_episodes, judge_rewards
+from tests.support.conversations import CHATML, prompter_of, words_of
 from tests.support.training import group, rollout
 
 PARTS = (RewardPart(name="found", value=0.5), RewardPart(name="speed", value=0.25, weight=2.0))
@@ -156,6 +160,42 @@ def test_environment_that_differs_from_itself_says_nothing_of_the_site():
     steady = Game()
     assert _judged(_played((5, 72, 6)), game=steady).reason is DropReason.REWARD_MISMATCH
     assert steady.num_opened == 3
+
+
+DATED = """
+from pathlib import Path
+
+class Dated:
+    def reset(self, row, *, seed):
+        return Path("date").read_text()
+
+    def step(self, action):
+        return None
+
+    def score(self):
+        return 1.0
+"""
+
+
+@pytest.mark.process
+def test_first_messages_that_change_say_nothing_of_the_site(tmp_path):
+    (tmp_path / "dated.py").write_text(DATED)
+    (tmp_path / "date").write_text("today")
+    place = {"environment": "dated:Dated", "environment_path": str(tmp_path), "environment_workers": 1}
+    task = build_task(TaskConfig(name="seeds", size=4, evaluation_size=1, **place))
+    prompter = prompter_of(tmp_path / "model", CHATML, words_of(eos="<|im_end|>"))
+    made = Conversations(task, prompter)
+    judge = functools.partial(judge_rewards, task=task, prompter=prompter, tolerance=0.0, conversations=made)
+    other = group([_played()], prompt=made.encode(task.prompt(1))[:-1])
+
+    assert judge(other).detail == "prompt_token_ids: prompt 1 has others"
+    (tmp_path / "date").write_text("tomorrow")
+    with pytest.raises(
+        RewardError, match="an episode of the prompt failed: dated:Dated, reset: .* other first messages"
+    ):
+        judge(other)
+    assert task.prompt(1).text == "tomorrow"
+    task.close()
 
 
 def test_environment_that_fails_here_says_nothing_of_the_site():

@@ -199,7 +199,7 @@ def open_site(name: str, directory: Path, *, warm_steps: int) -> Iterator[Site]:
             model_dir=model_dir,
             task=task,
             prompter=prompter,
-            conversations=Conversations(task, prompter, tool_parser="json"),
+            conversations=Conversations(task, prompter),
             config=config,
             contract=build_contract(
                 config,

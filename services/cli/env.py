@@ -122,7 +122,7 @@ def _draw(config: Any, task: Task, asked: Prompt, prompter: Prompter, screen: Sc
     from heterorl.common.model.model_loading import token_limits_at
     from heterorl.common.text.conversation import Conversations
 
-    conversation = Conversations(task, prompter, tool_parser=config.task.tool_parser).of(asked)
+    conversation = Conversations(task, prompter).of(asked)
     assert conversation is not None, "the prompt has an environment"
     ids, room = conversation.encode(asked), token_limits_at(config.model_dir)
     room.check(ids, config.sampling.max_new_tokens)

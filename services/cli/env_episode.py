@@ -14,7 +14,7 @@ import numpy as np
 from rich.console import Console
 
 from heterorl.cli.samples.sample_table import visible
-from heterorl.common.errors import EngineError, EpisodeError, PromptTooLong, RewardError
+from heterorl.common.errors import EngineError, EpisodeError, RewardError
 from heterorl.common.tasks.environments.environment import Observation
 from heterorl.common.tasks.environments.environment_task import EnvironmentSpec, environment_problem
 from heterorl.common.tasks.environments.episodes import Episode
@@ -54,8 +54,8 @@ class Played:
 def play(spec: EnvironmentSpec, player: ModelPlayer | PersonPlayer, screen: Screen) -> Played:
     """Play and show one episode; raises ConfigError if the environment failed.
 
-    A player's `next_turn` gives a turn, or None to end; `take_turn` hands it to the environment; `limit` is the reason
-    why no turn can follow.
+    A player's `next_turn` gives a turn, or None to end; `take_turn` hands it to the environment; `room` is the tokens
+    that the longest next turn would leave.
     """
     played = Played()
     begun = time.monotonic()
@@ -87,7 +87,7 @@ def _end(
         return FinishReason.LENGTH if turn.is_cut else FinishReason.EOS
     # A person's episode has no time limit.
     seconds = 0.0 if turn.token_ids is None else seconds
-    return spec.limits.reached(num_turns=len(played.turns), seconds=seconds) or player.limit()
+    return spec.limits.reached(num_turns=len(played.turns), seconds=seconds, room=player.room())
 
 
 class ModelPlayer:
@@ -99,8 +99,8 @@ class ModelPlayer:
         """`prompt` is token ids; reads [sampling] of the learner's configuration."""
         self._engine, self._conversation, self._room = engine, conversation, room
         self._prompt, self._parts = prompt, [prompt]
-        self._max_new_tokens = config.sampling.max_new_tokens
-        self._max_trajectory_tokens = config.sampling.max_trajectory_tokens
+        self._max_new_tokens: int = config.sampling.max_new_tokens
+        self._max_trajectory_tokens: int = config.sampling.max_trajectory_tokens
 
     def next_turn(self) -> Turn:
         """Sample a turn; equal weights and prompt give equal turns.
@@ -126,16 +126,10 @@ class ModelPlayer:
             turn.given_ids = self._conversation.given(turn.said, turn.token_ids)
             self._parts.append(turn.given_ids)
 
-    def limit(self) -> FinishReason | None:
-        """CONTEXT if trajectory or model lacks room for another turn."""
-        context = np.concatenate(self._parts)
-        if context.size - self._prompt.size + self._max_new_tokens > self._max_trajectory_tokens:
-            return FinishReason.CONTEXT
-        try:
-            self._room.check(context, self._max_new_tokens)
-        except PromptTooLong:
-            return FinishReason.CONTEXT
-        return None
+    def room(self) -> int:
+        num_tokens = sum(part.size for part in self._parts)
+        most = self._prompt.size + self._max_trajectory_tokens
+        return min(most, self._room.positions or most) - num_tokens - self._max_new_tokens
 
 
 class PersonPlayer:
@@ -159,8 +153,8 @@ class PersonPlayer:
         parser: Any = ("hermes" if "<tool_call>" in turn.text else "json") if self._has_tools else None
         turn.said = answer_to(turn.text, episode=episode, parser=parser, is_cut=False)
 
-    def limit(self) -> FinishReason | None:
-        return None
+    def room(self) -> int:
+        return 0
 
 
 _ENDS = {

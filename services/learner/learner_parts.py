@@ -72,9 +72,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
     prompter = Prompter.of(config)
     task = build_task(config.task, measure=prompter.num_tokens)
     try_prompts(task, prompter, room=token_limits_at(config.model_dir), max_new_tokens=config.sampling.max_new_tokens)
-    conversations = None
-    if task.environments:
-        conversations = Conversations(task, prompter, tool_parser=config.task.tool_parser)
+    conversations = Conversations(task, prompter) if task.environments else None
     if config.verification.recompute_rewards:
         check_trust(task, config.verification.trust_rewards_of)
     if config.verification.recompute_rewards or config.evaluation.every_versions:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Coroutine, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal, Self, TypeVar
+from typing import Any, Self, TypeVar
 
 from heterorl.common.errors import ConfigError, EngineError, PromptRefused, RewardError
 from heterorl.common.evaluation.evaluation_sets import EvaluationSetConfig
@@ -28,7 +28,6 @@ from heterorl.common.tasks.task_config import build_task
 from heterorl.common.text.conversation import Conversations, open_conversations
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.token_text import TokenTexts
-from heterorl.common.text.tool_calls import Parser
 from heterorl.common.types.evaluation import EvaluationDraws, EvaluationSet, EvaluationSpec, PromptResult, ScoredSample
 from heterorl.common.types.rollout import FinishReason, Span, WorkAssignment, total_reward
 from heterorl.common.types.sample import shown_answer
@@ -44,7 +43,6 @@ class SiteSet:
 
     name: str
     task: Task
-    tool_parser: Parser | Literal["auto"] = "auto"
     conversations: Conversations | None = None
     """Environments of the task; None if no prompt has one."""
     draws: EvaluationDraws
@@ -55,7 +53,7 @@ class SiteSet:
 
         Raises ConfigError: an environment fails, or the template does not write what it says.
         """
-        return replace(self, conversations=open_conversations(self.task, prompter, tool_parser=self.tool_parser))
+        return replace(self, conversations=open_conversations(self.task, prompter))
 
     @property
     def stated(self) -> EvaluationSet:
@@ -77,13 +75,12 @@ def open_set(config: EvaluationSetConfig, *, measure: Measure | None, every_row:
 
     Raises ConfigError: its data cannot be read, or has no held-out prompts.
     """
-    settings = with_workers(config.task)
-    task = build_task(settings, measure=measure, every_row=every_row)
+    task = build_task(with_workers(config.task), measure=measure, every_row=every_row)
     if not task.num_evaluation_prompts:
         action = "set evaluation_size, evaluation_path or evaluation_split in its data"
         raise ConfigError("task", "has no held-out prompts", action=action)
     draws = replace(config.draws, num_prompts=min(config.num_prompts, task.num_evaluation_prompts))
-    return SiteSet(name=config.name, task=task, tool_parser=settings.tool_parser, draws=draws)
+    return SiteSet(name=config.name, task=task, draws=draws)
 
 
 BLOCK = 8

@@ -84,6 +84,22 @@ def test_each_observation_says_what_is_new_and_a_game_cut_short_counts_so_far():
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize("name", ["Countdown-v0", "Cryptarithm-v0", "Slitherlink-v0", "ThreeCardMonte-v0"])
+def test_moves_that_a_game_refuses_have_a_score(name):
+    """These games swap texts and numbers in what they state of a refused move."""
+    episodes = episodes_of(name)
+    try:
+        with episodes.open({}, seed=3) as episode:
+            for _ in range(9):
+                if episode.step(Action("[none]")).done:
+                    break
+            (part,) = episode.score()
+            assert 0.0 <= part.value <= 1.0
+    finally:
+        episodes.close()
+
+
+@pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     ("name", "words"),
     [("GuessTheNumbers-v0", "did you mean GuessTheNumber-v0"), ("TicTacToe-v0", "cannot be played here by one player")],

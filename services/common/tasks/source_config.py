@@ -248,6 +248,9 @@ class DataConfig(Config):
         return self
 
 
+ToolParser = Literal["auto", "hermes", "json"]
+
+
 class SourceConfig(Config):
     """Prompts of one source, and their reward."""
 
@@ -274,7 +277,7 @@ class SourceConfig(Config):
     match: Literal["exact", "math_verify"] = "exact"
     """jsonl, parquet, hf: verifier of an answer, `exact` or `math_verify`. Rows that math_verify cannot read give no
     group."""
-    tool_parser: Literal["auto", "hermes", "json"] = "auto"
+    tool_parser: ToolParser = "auto"
     """Form of tool calls: `hermes` (JSON in `<tool_call>` tags, as Qwen3), `json` (the whole answer, as Llama 3) or
     `auto` (by the model's template)."""
     reward: str = ""

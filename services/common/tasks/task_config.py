@@ -184,6 +184,7 @@ def _with_environment(task: Task, config: SourceConfig) -> Task:
         config.environment, directory=Path(config.environment_path), step_timeout_s=config.step_timeout_s,
         memory_bytes=config.environment_memory_bytes, max_observation_chars=config.max_observation_chars,
         num_processes=config.environment_workers, num_rows=config.size + config.evaluation_size,
+        tool_parser=config.tool_parser,
     )  # fmt: skip
     limits = EpisodeLimits(max_turns=config.max_turns, trajectory_s=config.trajectory_s)
     try:

@@ -10,7 +10,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -29,6 +29,7 @@ from heterorl.common.tasks.environments.environment_task import EnvironmentSpec,
 from heterorl.common.tasks.environments.episodes import Episode, Episodes
 from heterorl.common.tasks.rewards.function_reward import START_IT
 from heterorl.common.tasks.rewards.worker_pool import is_outage
+from heterorl.common.tasks.source_config import ToolParser
 from heterorl.common.tasks.task import Message, Prompt, Task
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.tool_calls import Parser, parse_action, parser_for
@@ -93,12 +94,14 @@ def answer_to(text: str, *, episode: Episode, parser: Parser | None, is_cut: boo
 class Conversations:
     """The environments of a task with the run's template."""
 
-    def __init__(self, task: Task, prompter: Prompter, *, tool_parser: Parser | Literal["auto"] = "auto") -> None:
+    def __init__(self, task: Task, prompter: Prompter) -> None:
         """Check that the template writes turns and tools."""
         self._task, self._prompter, self._end_token_ids = task, prompter, frozenset(prompter.end_token_ids)
         environments = task.environments
         # By object: sources of a mixture may have one name in two directories.
-        self._parsers = {each: try_turns(prompter, tools=each.tools, tool_parser=tool_parser) for each in environments}
+        self._parsers = {
+            each: try_turns(prompter, tools=each.tools, tool_parser=each.tool_parser) for each in environments
+        }
         self.max_live = sum(each.max_live for each in environments)
         """Most episodes at once; 0 without environments."""
 
@@ -157,13 +160,11 @@ def _played(found: Conversation, turn: Int32Array) -> Any:
         return episode.first, None if ids is None else ids.tolist(), parts
 
 
-def open_conversations(
-    task: Task, prompter: Prompter, *, tool_parser: Parser | Literal["auto"]
-) -> Conversations | None:
+def open_conversations(task: Task, prompter: Prompter) -> Conversations | None:
     """A task's environments, each tried by an episode; None without any."""
     if not task.environments:
         return None
-    found = Conversations(task, prompter, tool_parser=tool_parser)
+    found = Conversations(task, prompter)
     found.try_episodes()
     return found
 
@@ -242,13 +243,13 @@ def try_task(
     room = token_limits_at(config.model_dir)
     try_prompts(task, prompter, room=room, max_new_tokens=config.sampling.max_new_tokens)
     try_answers(task)
-    conversations = open_conversations(task, prompter, tool_parser=config.task.tool_parser)
+    conversations = open_conversations(task, prompter)
     try_reward(task, prompter, say=say)
     return conversations
 
 
 def try_turns(
-    prompter: Prompter, *, tools: Sequence[Mapping[str, Any]] = (), tool_parser: Parser | Literal["auto"] = "auto"
+    prompter: Prompter, *, tools: Sequence[Mapping[str, Any]] = (), tool_parser: ToolParser = "auto"
 ) -> Parser | None:
     """Check that the template writes consecutive turns, tools and their results.
 

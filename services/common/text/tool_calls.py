@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.tasks.source_config import ToolParser
 from heterorl.common.text.prompter import Prompter
 from heterorl.common.text.thoughts import THINK, THOUGHT
 
@@ -76,7 +77,7 @@ def parse_action(text: str, *, parser: Parser) -> ParsedTurn:
     return ParsedTurn(text[:start] + rest + text[end:], tuple(calls), problem)
 
 
-def parser_for(prompter: Prompter, *, tools: Sequence[Mapping[str, Any]], setting: Parser | Literal["auto"]) -> Parser:
+def parser_for(prompter: Prompter, *, tools: Sequence[Mapping[str, Any]], setting: ToolParser) -> Parser:
     """The parser of a run, `auto` by template; raises ConfigError for none."""
     chosen = setting
     if chosen == "auto":

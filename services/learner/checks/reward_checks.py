@@ -6,10 +6,11 @@ environment a site can invent neither. A failure of a machine is not held agains
 
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 
-from heterorl.common.errors import ConfigError, EpisodeError, PromptRefused, RewardError
+from heterorl.common.errors import ConfigError, EnvironmentFailed, EpisodeError, PromptRefused, RewardError
 from heterorl.common.tasks.environments.episodes import Episode
 from heterorl.common.tasks.rewards.remote_reward import Terms
 from heterorl.common.tasks.task import Prompt, Task
@@ -68,6 +69,8 @@ def judge_rewards(
     conversation = conversations.of(prompt) if conversations else None
     asked = conversation.encode(prompt) if conversation else prompter.encode_prompt(prompt)
     if not np.array_equal(asked, group.prompt_token_ids):
+        if conversation is not None:
+            _begin_again(conversation)
         return _mismatch(f"prompt_token_ids: prompt {group.prompt_index} has others")
     if conversation is not None:
         return judge_episodes(group, conversation, tolerance=tolerance)
@@ -100,6 +103,14 @@ def judge_rewards(
             return Finding(reason=DropReason.CODE_MISMATCH, detail=detail)
         return _mismatch(detail)
     return SOUND
+
+
+def _begin_again(conversation: Conversation) -> None:
+    """Raise RewardError where its first messages are no longer the prompt's."""
+    try:
+        conversation.spec.open().close()
+    except EpisodeError as error:
+        raise RewardError(f"an episode of the prompt failed: {error}") from error
 
 
 def _turns_problem(rollout: Rollout) -> str:
@@ -239,14 +250,17 @@ def _mismatch(detail: str) -> Finding:
 
 def judge_episodes(group: Group, conversation: Conversation, *, tolerance: float) -> Finding:
     """The finding about a group's trajectories in a deterministic environment.
-    The prompt was compared before. Raises RewardError if the environment failed here; the site is not blamed."""
+    The prompt was compared before. Raises RewardError if the environment failed here, or differs from itself in the
+    same turns; the site is not blamed."""
     for number, rollout in enumerate(group.rollouts):
         is_lost = rollout.finish_reason in _BY_ENVIRONMENT
         if not (rollout.is_trainable or is_lost):
             continue
         try:
-            with conversation.spec.open() as episode:
-                problem = _episode_problem(rollout, conversation, episode, tolerance=tolerance)
+            problem, said = _replayed(rollout, conversation, tolerance=tolerance)
+            if problem and not is_lost and said != _replayed(rollout, conversation, tolerance=tolerance)[1]:
+                name = conversation.spec.episodes.name
+                raise EnvironmentFailed(f"{name} differs from itself with equal turns: set is_deterministic = False")
         except (EpisodeError, PromptRefused, RewardError) as error:
             # All that loses a member at its site.
             if is_lost:
@@ -260,7 +274,17 @@ def judge_episodes(group: Group, conversation: Conversation, *, tolerance: float
     return SOUND
 
 
-def _episode_problem(rollout: Rollout, conversation: Conversation, episode: Episode, *, tolerance: float) -> str:
+def _replayed(rollout: Rollout, conversation: Conversation, *, tolerance: float) -> tuple[str, list[Any]]:
+    """The difference of a rollout from its environment, and what that answered."""
+    said: list[Any] = []
+    with conversation.spec.open() as episode:
+        return _episode_problem(rollout, conversation, episode, said, tolerance=tolerance), said
+
+
+def _episode_problem(
+    rollout: Rollout, conversation: Conversation, episode: Episode, said: list[Any], *, tolerance: float
+) -> str:
+    """The difference; `said` gets the environment's answers and score."""
     if any(span.keeps is not None for span in rollout.spans):
         return "its history was rewritten, which its environment does not do"
     turns, max_turns = turns_of(rollout), conversation.spec.limits.max_turns
@@ -270,6 +294,7 @@ def _episode_problem(rollout: Rollout, conversation: Conversation, episode: Epis
     for number, (start, end) in enumerate(turns):
         drawn = rollout.token_ids[start:end]
         given = conversation.step(episode, drawn)
+        said.append(None if given is None else given.tolist())
         if number + 1 < len(turns):
             stated = rollout.token_ids[end : turns[number + 1][0]]
             if given is None:
@@ -281,6 +306,7 @@ def _episode_problem(rollout: Rollout, conversation: Conversation, episode: Epis
     if rollout.finish_reason is FinishReason.TURNS and len(turns) != max_turns:
         return f"finish_reason is turns after {len(turns)} of {max_turns} turns"
     parts = episode.score()
+    said.append(parts)
     if not rollout.is_trainable:
         total_reward(parts)
     return _problem(rollout, parts, tolerance=tolerance)

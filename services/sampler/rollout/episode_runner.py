@@ -209,12 +209,11 @@ class EpisodeRunner:
         conversation = member.draft.conversation
         assert conversation is not None, "its group has turns"
         seconds = self._clock.monotonic() - member.draft.begun_at - member.waited_s
-        if (reason := conversation.spec.limits.reached(num_turns=len(member.turns), seconds=seconds)) is not None:
-            return reason
-        if member.num_tokens + given.size + self._max_new_tokens > self._max_trajectory_tokens:
-            return FinishReason.CONTEXT
-        member.given.append(given)
-        return None
+        room = self._max_trajectory_tokens - self._max_new_tokens - member.num_tokens - given.size
+        reason = conversation.spec.limits.reached(num_turns=len(member.turns), seconds=seconds, room=room)
+        if reason is None:
+            member.given.append(given)
+        return reason
 
     async def _open(self, member: _Member, conversation: Conversation) -> Episode:
         since = self._clock.monotonic()

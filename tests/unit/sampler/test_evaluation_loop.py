@@ -633,7 +633,7 @@ async def test_time_of_an_episode_counts_from_its_own_request(world, played, mon
     monkeypatch.setattr(Held, "num_evaluation_prompts", 1)
     counted = set()
 
-    def reached(*, num_turns, seconds):
+    def reached(*, seconds, **_):
         counted.add(round(world.clock.monotonic() - seconds, 3))
 
     played.limits = SimpleNamespace(reached=reached)

@@ -40,11 +40,16 @@ class EpisodeLimits:
     max_turns: int
     trajectory_s: float
 
-    def reached(self, *, num_turns: int, seconds: float) -> FinishReason | None:
-        """The limit that ends the episode; None where another turn may follow."""
+    def reached(self, *, num_turns: int, seconds: float, room: int) -> FinishReason | None:
+        """The limit that ends the episode; None where another turn may follow.
+
+        `room` is the tokens that the longest next turn would leave.
+        """
         if num_turns >= self.max_turns:
             return FinishReason.TURNS
-        return FinishReason.SECONDS if seconds >= self.trajectory_s else None
+        if seconds >= self.trajectory_s:
+            return FinishReason.SECONDS
+        return FinishReason.CONTEXT if room < 0 else None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,12 +139,15 @@ class EnvironmentTask(TaskWrapper):
             except EpisodeError as error:
                 raise environment_problem("an episode of prompt 0", error) from error
         # Rows of the environment's own data set have no system prompt in their digest.
-        stated = [episodes.name, episodes.files_digest, episodes.tools, dataclasses.asdict(limits), seed, system_prompt]
-        words = f"{task.digest}\nenvironment 4\n{episodes.max_observation_chars}\n{json.dumps(stated, sort_keys=True)}"
+        stated = [
+            episodes.name, episodes.files_digest, episodes.release, episodes.tools, episodes.tool_parser,
+            episodes.max_observation_chars, dataclasses.asdict(limits), seed, system_prompt,
+        ]  # fmt: skip
+        words = f"{task.digest}\nenvironment 5\n{json.dumps(stated, sort_keys=True)}"
         self.digest = bytes_digest(words.encode())
         _LOG.info(
-            "task.environment: max_turns %d, trajectory_s %g, max_observation_chars %d, seed %d",
-            limits.max_turns, limits.trajectory_s, episodes.max_observation_chars, seed,
+            "task.environment: max_turns %d, trajectory_s %g, max_observation_chars %d, seed %d, tool_parser %s",
+            limits.max_turns, limits.trajectory_s, episodes.max_observation_chars, seed, episodes.tool_parser,
         )  # fmt: skip
         if problem := self._lacks(_row(task.prompt(0))):
             raise ConfigError(_KEY, problem[:500], action="name a parameter as a column, or give it a default")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import logging
+import sys
 import threading
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -27,10 +28,13 @@ from heterorl.common.tasks.environments.environment import Action, Observation
 from heterorl.common.tasks.environments.tools import SCORE
 from heterorl.common.tasks.rewards.function_reward import loaded_facts, parts_of
 from heterorl.common.tasks.rewards.worker_pool import PATIENCE, LoadFailed, WorkerLost, WorkerPool, WorkerProcess
+from heterorl.common.tasks.source_config import ToolParser
 from heterorl.common.tasks.task import Message
 from heterorl.common.types.rollout import RewardPart
 
 _LOG = logging.getLogger(__name__)
+RELEASE = "Python {}.{}".format(*sys.version_info)
+"""Release of Python, which words its errors otherwise than others."""
 EPISODES_A_PROCESS = 16
 """Most episodes in one process, where the class allows it."""
 _KINDS = ("textarena", "program", "openenv", "verifiers")
@@ -70,6 +74,7 @@ class Episodes:
         max_observation_chars: int,
         num_processes: int,
         num_rows: int = 0,
+        tool_parser: ToolParser = "auto",
     ) -> None:
         """Load the environment once.
 
@@ -95,6 +100,7 @@ class Episodes:
                 raise DependencyMissing(*_PACKAGES[job["what"]]) from error
             raise
         self.name, self.num_processes, self.max_observation_chars = name, num_processes, max_observation_chars
+        self.tool_parser = tool_parser
         self.files_digest = str(facts["digest"])
         self.is_deterministic = bool(facts["is_deterministic"])
         self.tools: tuple[Mapping[str, Any], ...] = tuple(facts["tools"])
@@ -106,6 +112,8 @@ class Episodes:
         """Columns that the score function of a file of tools needs."""
         self.keeps_prompts = job["what"] == "function"
         """Whether episodes never replace the prompt."""
+        self.release = RELEASE if self.keeps_prompts and self.is_deterministic else ""
+        """Release that words errors of tools, which the policy reads; empty where no learner compares them."""
         self.has_rows = "num_rows" in facts
         """Whether the environment brings its own data set."""
         self.num_rows: int | None = facts.get("num_rows")
@@ -117,8 +125,9 @@ class Episodes:
         self._changed = threading.Condition()
         self._is_closed = False
         self._numbers = itertools.count()
-        files = f"{facts['num_files']} files of {facts['place']}, " if "num_files" in facts else ""
-        _LOG.info("environment %s: %sdigest %.12s", name, files, self.files_digest)
+        files = f"{facts['num_files']} files of {facts['place']}" if "num_files" in facts else ""
+        stated = ", ".join(filter(None, (files, self.release, f"digest {self.files_digest:.12}")))
+        _LOG.info("environment %s: %s", name, stated)
 
     @property
     def max_live(self) -> int:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Callable, Mapping
 from importlib.metadata import version
+from numbers import Real
 from typing import Any
 
 from heterorl.common.tasks.environments.environment import Action, Observation
@@ -64,10 +65,11 @@ class TextArenaGame:
     def score(self) -> float:
         rewards = self._game.state.rewards
         if rewards is not None:
-            return float(rewards[0])
+            # Some games set the reason as the reward of an invalid move.
+            return float(rewards[0]) if isinstance(rewards[0], Real) else 0.0
         partial = getattr(self._game, _PARTIAL, None)
         return float(partial()) if partial is not None else 0.0
 
     def _said(self) -> str:
         _, said = self._game.get_observation()
-        return "\n".join(text for _, text, kind in said if kind is not self._kinds.PLAYER_ACTION)
+        return "\n".join(str(text) for _, text, kind in said if kind is not self._kinds.PLAYER_ACTION)

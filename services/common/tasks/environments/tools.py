@@ -218,7 +218,7 @@ class ToolEnvironment:
 
     def step(self, action: Action) -> Observation | None:
         """Results of the calls; None, the end, without calls."""
-        turn: dict[str, Any] = {"role": "assistant", "content": action.text}
+        turn: dict[str, Any] = {"role": "assistant", "content": action.answer}
         if action.tool_calls:
             turn["tool_calls"] = [
                 {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}

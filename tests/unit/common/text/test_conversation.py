@@ -104,7 +104,7 @@ def test_call_that_cannot_be_made_is_something_that_the_policy_reads(task, promp
 class Named:
     """An environment that has a name and tools alone."""
 
-    name, max_live, is_deterministic = "program:agent.py:run", 1, False
+    name, max_live, is_deterministic, tool_parser = "program:agent.py:run", 1, False, "auto"
 
     def __init__(self, *tools):
         self.tools, self.num_opened = tools, 0
@@ -112,6 +112,22 @@ class Named:
     def open(self, row, seed):
         self.num_opened += 1
         raise EnvironmentFailed("it was opened")
+
+
+def test_each_source_of_a_mixture_has_its_own_form_of_calls(task, prompter, tmp_path):
+    (tmp_path / "calc.py").write_text(TOOLS)
+    own = {"name": f"jsonl:{tmp_path}/rows.jsonl", "environment": "calc.py", "environment_path": str(tmp_path)}
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1 times 7?", "answer": "7"}\n{"prompt": "7?", "answer": "7"}\n')
+    labels = [{"label": "of_run"}, {"label": "own", "tool_parser": "json"}]
+    mixed = build_task(TaskConfig(
+        name="mixture", tool_parser="hermes", environment_workers=1, sources=tuple({**own, **each} for each in labels),
+    ))  # fmt: skip
+
+    made = conversations(mixed, prompter)
+    found = {mixed.source_of(index): made.of(mixed.prompt(index)).parser for index in range(mixed.num_prompts)}
+
+    assert found == {"of_run": "hermes", "own": "json"}
+    mixed.close()
 
 
 def test_environments_of_one_name_in_two_directories_have_their_own_tools(prompter):

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,8 +10,11 @@ import pytest
 
 from heterorl.common.errors import EnvironmentFailed, PromptRefused, RewardError
 from heterorl.common.tasks.environments.environment_task import EpisodeLimits
+from heterorl.common.tasks.task_config import TaskConfig, build_task
+from heterorl.common.text.conversation import Conversations
 from heterorl.common.types.rollout import GIVEN, MAX_REWARD, DropReason, FinishReason, RewardPart, Span
-from heterorl.learner.checks.reward_checks import judge_episodes
+from heterorl.learner.checks.reward_checks import judge_episodes, judge_rewards
+from tests.support.conversations import CHATML, prompter_of, words_of
 from tests.support.training import group, rollout
 
 PARTS = (RewardPart(name="found", value=0.5), RewardPart(name="speed", value=0.25, weight=2.0))
@@ -20,20 +24,27 @@ class Game:
     """Implements Conversation: gives 70 plus the number of the turn, is done after two, and fails on a token 9."""
 
     def __init__(self, *, max_turns=3):
-        self.spec = SimpleNamespace(open=self._open, limits=EpisodeLimits(max_turns=max_turns, trajectory_s=60.0))
+        limits, episodes = EpisodeLimits(max_turns=max_turns, trajectory_s=60.0), SimpleNamespace(name="tools.py")
+        self.spec = SimpleNamespace(open=self._open, limits=limits, episodes=episodes)
         self.fails_at_score = False
         self.error = EnvironmentFailed("nobody says 9")
+        self.tick, self.num_opened = 0, 0
         self.parts = PARTS
 
     @contextlib.contextmanager
     def _open(self):
+        self.num_opened += 1
         yield SimpleNamespace(num_turns=0, score=self._score)
 
     def step(self, episode, turn):
         if 9 in turn:
             raise self.error
         episode.num_turns += 1
-        return None if episode.num_turns == 2 else np.array([70 + episode.num_turns], np.int32)
+        return (
+            None
+            if episode.num_turns == 2
+            else np.array([70 + self.num_opened * self.tick + episode.num_turns], np.int32)
+        )
 
     def _score(self):
         if self.fails_at_score:
@@ -135,6 +146,56 @@ def test_lost_member_whose_environment_goes_on_costs_its_group_and_not_its_site(
 
 def test_member_that_the_engine_lost_is_not_stepped():
     assert _judged(_played((9,), drawn=(1,), reason=FinishReason.ENGINE_FAILED)).is_sound
+
+
+def test_environment_that_differs_from_itself_says_nothing_of_the_site():
+    clock, dice = Game(), Game()
+    clock.tick = 10
+    with pytest.raises(RewardError, match=r"rollouts\[0\] failed: tools.py differs from itself .*is_deterministic = F"):
+        _judged(_played(), game=clock)
+    dice._score = lambda: (RewardPart(name="found", value=float(dice.num_opened)),)
+    with pytest.raises(RewardError, match=r"rollouts\[0\] failed: tools.py differs from itself"):
+        _judged(_played(), game=dice)
+    # A second look costs an episode only where there is a difference, and the lost member's is none of its site's.
+    steady = Game()
+    assert _judged(_played((5, 72, 6)), game=steady).reason is DropReason.REWARD_MISMATCH
+    assert steady.num_opened == 3
+
+
+DATED = """
+from pathlib import Path
+
+class Dated:
+    def reset(self, row, *, seed):
+        return Path("date").read_text()
+
+    def step(self, action):
+        return None
+
+    def score(self):
+        return 1.0
+"""
+
+
+@pytest.mark.process
+def test_first_messages_that_change_say_nothing_of_the_site(tmp_path):
+    (tmp_path / "dated.py").write_text(DATED)
+    (tmp_path / "date").write_text("today")
+    place = {"environment": "dated:Dated", "environment_path": str(tmp_path), "environment_workers": 1}
+    task = build_task(TaskConfig(name="seeds", size=4, evaluation_size=1, **place))
+    prompter = prompter_of(tmp_path / "model", CHATML, words_of(eos="<|im_end|>"))
+    made = Conversations(task, prompter)
+    judge = functools.partial(judge_rewards, task=task, prompter=prompter, tolerance=0.0, conversations=made)
+    other = group([_played()], prompt=made.encode(task.prompt(1))[:-1])
+
+    assert judge(other).detail == "prompt_token_ids: prompt 1 has others"
+    (tmp_path / "date").write_text("tomorrow")
+    with pytest.raises(
+        RewardError, match="an episode of the prompt failed: dated:Dated, reset: .* other first messages"
+    ):
+        judge(other)
+    assert task.prompt(1).text == "tomorrow"
+    task.close()
 
 
 def test_environment_that_fails_here_says_nothing_of_the_site():

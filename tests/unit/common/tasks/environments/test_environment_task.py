@@ -8,7 +8,7 @@ import pytest
 from heterorl.common.errors import ConfigError, EnvironmentFailed, PromptRefused, RewardError, ServiceUnreachable
 from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.process.config_file import load
-from heterorl.common.tasks.environments import episode_worker, verifiers
+from heterorl.common.tasks.environments import episode_worker, episodes, verifiers
 from heterorl.common.tasks.environments.environment import Action, ToolCall
 from heterorl.common.tasks.environments.environment_task import (
     EnvironmentTask,
@@ -310,6 +310,7 @@ def test_a_prompt_of_which_no_episode_begins_is_refused_and_ends_nothing(made, p
         ({"max_turns": 9}, True),
         ({"trajectory_s": 60.0}, True),
         ({"max_observation_chars": 100}, True),
+        ({"tool_parser": "json"}, True),
         ({"seed": 1}, True),
         ({"size": 6}, True),
         ({"environment": "games:Silent", "name": "arithmetic", "digits": 1}, True),
@@ -327,6 +328,16 @@ def test_digest_is_of_the_system_prompt_where_the_environment_has_the_rows(made)
     tasks = [EnvironmentTask(rows, game, limits, seed=0, system_prompt=words) for words in ("", "", "Be brief.")]
 
     assert tasks[0].digest == tasks[1].digest != tasks[2].digest
+
+
+def test_digest_is_of_the_release_that_words_errors_of_tools(made, place, monkeypatch):
+    (place / "clock.py").write_text(f"is_deterministic = False\n{TOOLS}")
+    rows, names = f"jsonl:{place}/rows.jsonl", ("tools.py", "clock.py", "games:Game")
+    here = [made(name, name=rows).digest for name in names]
+    monkeypatch.setattr(episodes, "RELEASE", "Python 3.99")
+
+    # A learner compares no text of the second; the third words its own.
+    assert [made(name, name=rows).digest == one for name, one in zip(names, here, strict=True)] == [False, True, True]
 
 
 def test_digest_is_of_the_files_bytes(made, place):

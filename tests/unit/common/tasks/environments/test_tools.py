@@ -424,6 +424,17 @@ def test_an_episode_goes_on_while_turns_call_tools_and_is_scored_at_its_end(open
 
 
 @pytest.mark.process
+@pytest.mark.parametrize(
+    ("text", "right"), [("<think>3?</think>2", 0.0), ("<think>3", 0.0), ("<think>2?</think>3", 1.0)]
+)
+def test_a_score_gets_answers_without_thoughts(opened, text, right):
+    lenient = TOOLS.replace('messages[-1]["content"] == answer', 'answer in messages[-1]["content"]')
+    with opened(lenient).open({"prompt": "1 + 2?", "answer": "3"}, seed=1) as episode:
+        episode.step(turn(text))
+        assert episode.score()[0].value == right
+
+
+@pytest.mark.process
 def test_a_score_says_which_columns_it_needs(opened):
     needing = TOOLS.replace("level=0", "level")
 

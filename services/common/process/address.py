@@ -15,7 +15,9 @@ from pydantic import AfterValidator, BeforeValidator
 from heterorl.common.errors import AddressUnusable, ConfigError
 
 _SECRET = re.compile(r"(pass(word|wd|phrase)?|secret|(client|server)_key)\s*=", re.IGNORECASE)
-_KEY = re.compile(r"(pass(word|wd|phrase)?|secret|token|key|auth|authorization|credentials?|sig(nature)?)=", re.I)
+_KEY = re.compile(
+    r"(pass(word|wd|phrase)?|secret|token|key|auth|authorization|credentials?|sig(nature)?)=", re.IGNORECASE
+)
 MAX_PORT = 65535
 MAX_LABEL = 63
 IN_DATABASE = "has a password: keep it in the file that PGPASSFILE names (mode 0600), or in PGPASSWORD"

@@ -22,7 +22,7 @@ certs=$1
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # As Compose reads it: sudo keeps no variables, and a relative path counts from this directory.
 if [[ ! ${HETERORL_SECRETS_DIR:-} && -e $here/.env ]]; then
-  HETERORL_SECRETS_DIR=$(sed -n 's/^HETERORL_SECRETS_DIR=//p' "$here/.env" | tail -n 1)
+  HETERORL_SECRETS_DIR=$(sed -nE "s/^HETERORL_SECRETS_DIR=([\"']?)(.*)\\1$/\\2/p" "$here/.env" | tail -n 1)
 fi
 secrets=${HETERORL_SECRETS_DIR:-secrets}
 if [[ $secrets != /* ]]; then secrets=$here/$secrets; fi

@@ -46,6 +46,7 @@ class TensorBoard:
         self._steps = _Folder(folder)
         self._evaluations, self._tables = _Folder(folder / "evaluation"), _Folder(folder / "samples")
         last = self._steps.last(lambda event: None if (mark := _mark(event)) is None else (mark, event.wall_time))
+        self._mark: Mark | None
         self._mark, published = last or (None, 0.0)
         sets: dict[str, int] = {}
         for event in self._evaluations.events():

@@ -39,7 +39,7 @@ done
 [[ ${HETERORL_SECRETS_OWNERS:-yes} == no || $EUID -eq 0 ]] ||
   fail "run as root: containers run as user 10001 and Grafana as 472, and they alone may read these files"
 
-# A file has its owner before its name: a container that cannot read a new file does not try it again.
+# A file has its owner before its name: a container never reads a part of it.
 owned() { [[ ${HETERORL_SECRETS_OWNERS:-yes} == no ]] || printf '%s\n' -o "$1" -g "$1"; }
 
 umask 077

@@ -22,7 +22,7 @@ certs=$1
 here=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
 # As Compose reads it: sudo keeps no variables, and a relative path counts from this directory.
 if [[ ! ${HETERORL_SECRETS_DIR:-} && -e $here/.env ]]; then
-  HETERORL_SECRETS_DIR=$(sed -n 's/^HETERORL_SECRETS_DIR=//p' "$here/.env" | tail -n 1)
+  HETERORL_SECRETS_DIR=$(sed -nE "s/^HETERORL_SECRETS_DIR=([\"']?)(.*)\\1$/\\2/p" "$here/.env" | tail -n 1)
 fi
 secrets=${HETERORL_SECRETS_DIR:-secrets}
 if [[ $secrets != /* ]]; then secrets=$here/$secrets; fi
@@ -39,7 +39,7 @@ done
 [[ ${HETERORL_SECRETS_OWNERS:-yes} == no || $EUID -eq 0 ]] ||
   fail "run as root: containers run as user 10001 and Grafana as 472, and they alone may read these files"
 
-# A file has its owner before its name: a container that cannot read a new file does not try it again.
+# A file has its owner before its name: a container never reads a part of it.
 owned() { [[ ${HETERORL_SECRETS_OWNERS:-yes} == no ]] || printf '%s\n' -o "$1" -g "$1"; }
 
 umask 077

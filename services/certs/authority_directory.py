@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import json
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -129,17 +130,21 @@ class Authority:
                 action = "give a certificate of `heterorl certs list`"
                 raise ConfigError("WHAT", f"certificate {serial:x} is not of this authority", action=action)
             node = self._read(self.path_of(serial))
-            return self._refuse(self._all_of(role=node.role, site=node.site) if path.is_dir() else [node])
+            return (
+                self._refuse_node(self._all_of(role=node.role, site=node.site))
+                if path.is_dir()
+                else self._refuse([node])
+            )
 
     def revoke_node(self, *, role: Role, site: str) -> list[Identity]:
         """Revoke all certificates of a role and site; returns them.
-        Raises ConfigError: this authority issued none."""
+        Deletes their unused tokens. Raises ConfigError: this authority issued none."""
         with locked(self._existing()):
             found = self._all_of(role=role, site=site)
             if not found:
                 action = "heterorl certs list shows every site and role"
                 raise ConfigError("--site", f"no {role} {site} has a certificate of this authority", action=action)
-            return self._refuse(found)
+            return self._refuse_node(found)
 
     def copies(self) -> list[Path]:
         """Copies of the list for coordinators and relays, which `revoke` updates."""
@@ -149,6 +154,15 @@ class Authority:
     def _all_of(self, *, role: Role, site: str) -> list[Identity]:
         book = [entry.identity for entry in self.list()]
         return [entry for entry in book if (entry.role, entry.site) == (role, site)]
+
+    def _refuse_node(self, identities: Sequence[Identity]) -> list[Identity]:
+        # The node could join again by a token that it has not used.
+        for path in (self._directory / "tokens").glob("*.json"):
+            with contextlib.suppress(ValueError, TypeError, LookupError):
+                token = json.loads(path.read_bytes())
+                if token["uri"] == identities[0].uri and not token["key"]:
+                    path.unlink()
+        return self._refuse(identities)
 
     def _refuse(self, identities: Sequence[Identity]) -> list[Identity]:
         known = self._revoked()

@@ -101,6 +101,7 @@ def issue(
     _print(f"{role} {site}: {target}")
     for key, name in (("ca", "ca.crt"), ("cert", "node.crt"), ("key", "node.key")):
         _print(f"  tls.{key} = {quoted(str(target / name))}")
+    _print_end(target)
     if role in ("coordinator", "relay"):
         _print(f"  tls.revoked = {quoted(str(target / REVOKED))}")
         if not host:
@@ -125,6 +126,7 @@ def renew(
 
     old = Authority(directory).renew(node, hosts=host or (), now=_now(), lifetime=datetime.timedelta(days=days))
     _print(f"renewed: {node}; copy node.key and node.crt to the node if they live elsewhere")
+    _print_end(node)
     _print(f"the old one stays valid until it expires; heterorl certs revoke {old.serial:x} refuses it")
 
 
@@ -137,7 +139,7 @@ def revoke(
     role: Annotated[RoleName, typer.Option(help="Role of the node at --site.")] = "sampler",
     directory: DirOption = DIRECTORY,
 ) -> None:
-    """Revoke a certificate.
+    """Revoke a certificate; of a whole node also its unused tokens.
 
     Coordinator and relays refuse it from the next call, once their `tls.revoked` names a copy of this list.
 
@@ -152,6 +154,8 @@ def revoke(
     authority = Authority(directory)
     for identity in authority.revoke(what) if what else authority.revoke_node(role=Role(role), site=site):
         _print(f"revoked: {identity.uri} ({identity.serial:x})")
+    if site or Path(what).is_dir():
+        _print("the node's unused tokens are deleted")
     _print(f"list: {authority.revoked_path}")
     for copy in authority.copies():
         _print(f"copy: {copy}")
@@ -182,10 +186,24 @@ def list_(directory: DirOption = DIRECTORY) -> None:
         table.add_row(*map(Text, row[:5]))
     console = console_of()
     console.print(table)
+    console.print(f"the authority ends {_end(directory / 'ca.crt'):%Y-%m-%d %H:%M}")
     # They are copied, so each has a line of its own, however narrow the screen.
     console.print("serial numbers, in the same order:")
     for role, site, *_, serial, hosts in rows:
         console.print(f"  {serial}  {role} {site} {hosts}".rstrip(), soft_wrap=True)
+
+
+def _print_end(target: Path) -> None:
+    own, authority = (_end(target / name) for name in ("node.crt", "ca.crt"))
+    _print(f"  # valid until {own:%Y-%m-%d %H:%M} UTC")
+    if own == authority:
+        _print("  # the authority ends then too: docs/operate.md (Certificates that expire) exchanges it")
+
+
+def _end(certificate: Path) -> datetime.datetime:
+    from cryptography import x509
+
+    return x509.load_pem_x509_certificate(certificate.read_bytes()).not_valid_after_utc
 
 
 def _now() -> datetime.datetime:

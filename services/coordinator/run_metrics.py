@@ -54,7 +54,8 @@ async def observe_run(core: Coordinator) -> int:
     bytes_by_site, samples, oldest, published = await core.context.database.run(_read_waiting)
     config, now = core.context.config, core.context.clock.wall()
     metrics.HEAD_VERSION.set(status.head_version)
-    metrics.HEAD_TIMESTAMP.set(now - status.uptime_s if published is None else published)
+    # A pause or a restore is no reason for an alert.
+    metrics.HEAD_TIMESTAMP.set(max(now - status.uptime_s, published or 0.0))
     metrics.LEARNER_EPOCH.set(status.epoch)
     is_ending = status.is_draining or config.is_finished(status.head_version)
     metrics.DRAINING.set(is_ending)

@@ -161,7 +161,7 @@ async def tls_handshake(address: str, port: int, *, host: str, tls: TlsConfig, t
         reason = str(error.reason or error)
         return Failure(kind="refused_us" if "ALERT" in reason else "not_tls", detail=reason)
     except OSError as error:
-        return Failure(kind="closed", detail=str(error))
+        return Failure(kind="not_tls", detail=str(error))
     if not first:
         return Failure(kind="refused_us", detail="the server closed the connection after the handshake")
     identity = read_identity(x509.load_der_x509_certificate(der).public_bytes(Encoding.PEM))
@@ -274,7 +274,6 @@ def judge_handshake(host: str, fact: Handshake | Failure) -> Check:
         "server_not_yet": "set this machine's clock: it is earlier than the coordinator's certificate",
         "refused_us": "get a certificate from the coordinator's authority: it refused this node's (expired or foreign)",
         "not_tls": "correct the port: what listens there does not speak TLS",
-        "closed": "correct the port: what listens there does not speak TLS",
     }
     return fail("tls", f"{fact.kind.replace('_', ' ')}: {fact.detail}", remedies[fact.kind])
 

@@ -176,7 +176,7 @@ def _with_journal(run: PastRun, journal: Path | None) -> PastRun:
         run,
         sources=(*run.sources, journal),
         # If a step has two rows, the newer version's stays. A learner that adopted the run lacks the steps before.
-        reports=_newest(sorted([*run.reports, *own.reports], key=lambda report: report.version)),
+        reports=_newest([*run.reports, *own.reports]),
         versions=run.versions or own.versions,
         evaluations=own.evaluations,
         config=own.config,
@@ -214,7 +214,8 @@ def _from_journal(directory: Path) -> PastRun:
 def _newest(reports: Sequence[StepReport]) -> tuple[StepReport, ...]:
     """Each step's last applied and last unapplied report, in order.
     Steps above the newest version's belong to abandoned versions; they are left out."""
-    found = {(report.step, report.is_applied): report for report in reports}
+    ordered = sorted(reports, key=lambda report: report.version)
+    found = {(report.step, report.is_applied): report for report in ordered}
     _, last = max(((one.version, one.step) for one in found.values() if one.is_applied), default=(0, 0))
     return tuple(found[key] for key in sorted(found) if found[key].step <= last or not found[key].is_applied)
 
@@ -241,7 +242,7 @@ async def ask_run(api: OperatorApi, *, address: str, journal: Path | None = None
     run = PastRun(
         run_id=status.run_id,
         sources=(Path(address),),
-        reports=_newest(sorted(reports, key=lambda report: report.version)),
+        reports=_newest(reports),
         versions=(),
         ledger=status.ledger,
         sites=sites,

@@ -28,33 +28,42 @@ from heterorl.common.types.evaluation import Evaluation, EvaluationState
 from heterorl.common.types.run import RunStatus
 from heterorl.track.tracker import Mark, Tracker, TrackerFailed, mark_of, read_table
 
+_OTHER_HISTORY = "the tracker's run has another history: choose another name by --run"
+
 
 class StepFeed:
-    """Step reports after `after`."""
+    """Step reports after `after`, which was published at a time (0: unknown)."""
 
-    def __init__(self, api: OperatorApi, *, after: Mark | None) -> None:
+    def __init__(self, api: OperatorApi, *, after: Mark | None, published: float = 0.0) -> None:
         self._api = api
         self.newest = after
         """Place of the newest report read."""
+        self._published = published
         self._head: int | None = None
 
     async def read(self, head: int) -> tuple[StepReport, ...]:
         """New reports of versions up to `head`.
         The status that states `head` is older than this call, so that no report can appear behind it.
 
-        Raises HeterorlError: the coordinator refuses or cannot be reached; the next call reads the same.
+        Raises HeterorlError: the coordinator refuses, cannot be reached or was restored from a backup; the next call
+        reads the same.
         """
         if head == self._head:
             return ()
         mark = self.newest
         reports = await every_step(self._api, after=-1 if mark is None else mark.step - 1)
-        if mark is not None and mark not in map(mark_of, reports):
+        same = next((report for report in reports if mark_of(report) == mark), None)
+        if mark is not None and same is None:
             reports = await every_step(self._api)
+        again = 0.0 if same is None else same.published_time
+        # A tracker may round.
+        if again and self._published and abs(again - self._published) > 1.0:
+            raise OperatorError("the tracker's newest version was published again", action=_OTHER_HISTORY)
         found = [report for report in reports if report.version <= head and (mark is None or mark_of(report) > mark)]
         new = tuple(sorted(found, key=mark_of))
         self._head = head
         if new:
-            self.newest = mark_of(new[-1])
+            self.newest, self._published = mark_of(new[-1]), new[-1].published_time
         return new
 
 
@@ -165,8 +174,7 @@ class _Slot:
         had, head = steps.newest, status.head_version
         if had is not None and had.version > head:
             raise OperatorError(
-                f"{self.name}: its run has version {had.version}, the coordinator {head} at most",
-                action="the tracker's run has another history: choose another name by --run",
+                f"{self.name}: its run has version {had.version}, the coordinator {head} at most", action=_OTHER_HISTORY
             )
         reports = await steps.read(head)
         for start in range(0, len(reports), _AT_ONCE):
@@ -214,7 +222,8 @@ class _Slot:
         self.was_open = True
         had = tracker.had
         self._table = had.table
-        return tracker, (StepFeed(self._api, after=had.steps), EvaluationFeed(self._api, after=had.evaluations))
+        steps = StepFeed(self._api, after=had.steps, published=had.published)
+        return tracker, (steps, EvaluationFeed(self._api, after=had.evaluations))
 
     async def _write_table(self, tracker: Tracker, head: int) -> None:
         every = self._pace.samples_every

@@ -46,14 +46,16 @@ class Mlflow:
         self._state(run, place.facts)
         markers = self._client.get_metric_history(self._run, "version")
         newest = max(markers, key=lambda entry: (entry.value, entry.step), default=None)
+        self._time_ms = 0 if newest is None else int(newest.timestamp)
+        times = self._client.get_metric_history(self._run, "published_time")
         sets = json.loads(run.data.tags.get(_SETS, "{}"))
         self._sets = {str(name): int(version) for name, version in dict(sets).items()}
         self.had = Had(
             steps=None if newest is None else Mark(int(newest.value), newest.step),
+            published=next((entry.value for entry in times if entry.timestamp == self._time_ms), 0.0),
             evaluations=dict(self._sets),
             table=int(run.data.tags.get(_TABLE, -1)),
         )
-        self._time_ms = 0 if newest is None else int(newest.timestamp)
         self._is_cut = True
 
     @_reaching

@@ -45,12 +45,15 @@ class TensorBoard:
         folder = place.directory / "tensorboard" / place.run
         self._steps = _Folder(folder)
         self._evaluations, self._tables = _Folder(folder / "evaluation"), _Folder(folder / "samples")
-        self._mark = self._steps.last(_mark)
+        last = self._steps.last(lambda event: None if (mark := _mark(event)) is None else (mark, event.wall_time))
+        self._mark: Mark | None
+        self._mark, published = last or (None, 0.0)
         sets: dict[str, int] = {}
         for event in self._evaluations.events():
             sets |= {name: int(event.step) for value in event.summary.value if (name := set_of(value.tag))}
         table = self._tables.last(lambda event: int(event.step) if event.summary.value else None)
-        self.had = Had(steps=self._mark, evaluations=sets, table=-1 if table is None else table)
+        table = -1 if table is None else table
+        self.had = Had(steps=self._mark, published=published, evaluations=sets, table=table)
         if self._mark is None and place.facts:
             rows = [[name, value] for name, value in place.facts.items()]
             self._steps.put(Event(summary=Summary(value=[_text("config", ("name", "value"), rows)])))

@@ -176,6 +176,8 @@ class Had:
 
     steps: Mark | None = None
     """None without steps."""
+    published: float = 0.0
+    """When the newest report was published; 0 if unknown."""
     evaluations: Mapping[str, int] = field(default_factory=dict)
     """Sets to versions."""
     table: int = -1
@@ -185,17 +187,18 @@ class Had:
 def had_in(rows: Iterable[Mapping[str, Any]]) -> Had:
     """The newest of a tracker's rows.
     A summary is a row of the newest values."""
-    steps, table, sets = None, -1, dict[str, int]()
+    steps, published, table, sets = None, 0.0, -1, dict[str, int]()
     for row in rows:
         if "version" in row:
             mark = Mark(int(row["version"]), int(row["step"]))
-            steps = mark if steps is None else max(mark, steps)
+            if steps is None or mark > steps:
+                steps, published = mark, float(row.get("published_time", 0.0))
         table = max(table, int(row.get(TABLE, -1)))
         for name, value in row.items():
             task_set = set_of(name)
             if task_set is not None:
                 sets[task_set] = max(int(value), sets.get(task_set, -1))
-    return Had(steps=steps, evaluations=sets, table=table)
+    return Had(steps=steps, published=published, evaluations=sets, table=table)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -166,7 +166,7 @@ def test_secrets_are_what_the_compose_file_mounts(tmp_path):
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("written", ["mine", "{}/else"])
+@pytest.mark.parametrize("written", ["mine", "{}/else", '"{}/else"', "'mine'"])
 def test_secrets_go_where_the_environment_file_of_compose_has_them(written, tmp_path):
     certificates = Certificates(tmp_path / "certs")
     for node in (("coordinator", "main"), ("learner", "learner"), ("sampler", "site-1"), ("sampler", "site-2")):
@@ -174,7 +174,7 @@ def test_secrets_go_where_the_environment_file_of_compose_has_them(written, tmp_
     deploy = tmp_path / "deploy"
     deploy.mkdir()
     shutil.copy(DEPLOY / "secrets.sh", deploy)
-    place = deploy / written.format(tmp_path)
+    place = deploy / written.format(tmp_path).strip("'\"")
     (deploy / ".env").write_text(f"HETERORL_VERSION=2\nHETERORL_SECRETS_DIR={written.format(tmp_path)}\n")
     # As sudo leaves it.
     environment = {"PATH": os.environ["PATH"], "HETERORL_SECRETS_OWNERS": "no"}

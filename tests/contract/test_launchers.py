@@ -86,6 +86,7 @@ def _slurm(tmp_path, words):
     )
     # What a real srun does at a TERM is to kill the step: here only scancel ends it.
     executable(programs / "scancel", '#!/bin/bash\necho "$*" >> "$OUT/scontrol"\nkill -USR2 "$(cat "$OUT/step")"\n')
+    executable(programs / "date", '#!/bin/bash\necho >> "$OUT/asked"; echo $(($(wc -l < "$OUT/asked") * RUN_S))\n')
     (tmp_path / "learner.toml").touch()
     environment = os.environ | {
         "PATH": f"{programs}:{os.environ['PATH']}", "OUT": str(tmp_path), "RANK": "7", "HETERORL_PAUSE_S": "0",
@@ -93,11 +94,11 @@ def _slurm(tmp_path, words):
         "SLURM_JOB_NODELIST": "node-[a-b]", "SLURM_SUBMIT_DIR": str(tmp_path), "IS_TIME_OVER": "",
     }  # fmt: skip
 
-    def run(*codes, config="learner.toml", over=""):
+    def run(*codes, config="learner.toml", over="", run_s=0):
         (tmp_path / "codes").write_text("".join(f"{code}\n" for code in codes))
         return subprocess.run(
             ["bash", *words(config)], cwd=tmp_path, capture_output=True, text=True, check=False,
-            env=environment | {"IS_TIME_OVER": over} | ({"HETERORL_PAUSE_S": "1"} if over == "pause" else {}),
+            env=environment | {"IS_TIME_OVER": over, "RUN_S": str(run_s)} | ({"HETERORL_PAUSE_S": "1"} if over == "pause" else {}),
         )  # fmt: skip
 
     return run
@@ -142,6 +143,14 @@ def test_batch_script_gives_up_after_its_attempts_and_says_so(slurm, tmp_path):
     assert result.returncode == 1
     assert "attempt 3 of 3" in result.stderr
     assert len((tmp_path / "agents").read_text().splitlines()) == 6
+
+
+@pytest.mark.parametrize("script", ["slurm", "machines"])
+def test_a_learner_that_ran_for_ten_minutes_has_all_attempts_again(script, request, tmp_path):
+    result = request.getfixturevalue(script)(*[1] * 8, 0, 0, run_s=600)
+
+    assert result.returncode == 0, result.stderr
+    assert len((tmp_path / "agents").read_text().splitlines()) == 10
 
 
 @pytest.mark.parametrize("script", ["slurm", "machines"])

@@ -42,6 +42,9 @@ TEXTS = [f"{PRIVATE} {number}" for number in range(2)]
 PATIENT = RetryPolicy(budget_s=30.0, base_s=0.05, cap_s=0.5)
 
 
+PUBLISHED = 1_700_000_000.0
+
+
 def report(step, version=None):
     completions = CompletionNumbers(
         length_mean=step + 1 / 3, length_p95=9.0, length_max=9, length_high_reward=None if step % 2 else 4.0,
@@ -55,6 +58,7 @@ def report(step, version=None):
         REPORT, step=step, version=step if version is None else version, loss=1 / (step + 3), completions=completions,
         sources=(SourceReport(label="sums", num_groups=2, reward_mean=step / 7),),
         times=None if step == 1 else times, evaluation_accuracy=0.5 if step % 3 == 0 else None,
+        published_time=PUBLISHED + step,
     )  # fmt: skip
 
 
@@ -333,7 +337,7 @@ def test_mlflow_ends_a_batch_that_was_cut(tmp_path, told, monkeypatch):
     tracker._client.log_batch(run.info.run_id, metrics=[Metric("loss", 1 / 5, later, 2)])
 
     again = Mlflow(own)
-    assert again.had.steps == Mark(1, 1)
+    assert (again.had.steps, again.had.published) == (Mark(1, 1), PUBLISHED + 1)
     again.write([report(2)])
 
     for name in ("loss", "kl", "version"):
@@ -362,7 +366,7 @@ def test_trackio_goes_on_behind_what_it_has(tmp_path, capsys, monkeypatch, mode)
     tracker.close()
 
     again = Trackio(own)
-    assert again.had == Had(steps=Mark(2, 2), evaluations={"math": 2}, table=2)
+    assert again.had == Had(steps=Mark(2, 2), published=PUBLISHED + 2, evaluations={"math": 2}, table=2)
     again.write([report(3)])
     again.close()
 
@@ -407,11 +411,12 @@ def test_tensorboard_goes_on_before_a_record_that_was_torn(tmp_path):
     path.write_bytes(path.read_bytes()[:-3])
 
     again = TensorBoard(place(tmp_path))
-    assert again.had.steps == Mark(1, 1)
+    assert (again.had.steps, again.had.published) == (Mark(1, 1), PUBLISHED + 1)
     again.write([report(2)])
     again.close()
 
-    assert TensorBoard(place(tmp_path)).had.steps == Mark(2, 2)
+    had = TensorBoard(place(tmp_path)).had
+    assert (had.steps, had.published) == (Mark(2, 2), PUBLISHED + 2)
 
 
 def test_tensorboard_says_what_it_cannot_write(tmp_path):

@@ -27,8 +27,6 @@ from heterorl.common.types.run import RunStatus
 if TYPE_CHECKING:
     from rich.console import Group
 
-    from heterorl.common.rpc.client import CoordinatorClient
-
 STEPS = 200
 """Newest steps that are read."""
 
@@ -44,31 +42,15 @@ def status(
     """
     from heterorl.cli.live.run_tables import evaluation_tables, status_json, status_tables
 
-    answer, reports, evaluations = link.ask(_look)
+    view = View(address="")
+    answer = link.ask(lambda run: _read(view, run))
+    evaluations = tuple(view.evaluations[key] for key in sorted(view.evaluations))
     if json_:
         typer.echo(strict_json({**status_json(answer), "evaluations": evaluations}, indent=2))
     else:
         console = console_of()
-        console.print(*status_tables(answer, reports=reports))
+        console.print(*status_tables(answer, reports=view.reports))
         console.print(*evaluation_tables(evaluations))
-
-
-async def _look(run: CoordinatorClient) -> tuple[RunStatus, tuple[StepReport, ...], tuple[Evaluation, ...]]:
-    """State of the run, its newest steps, and its evaluations."""
-    from heterorl.cli.live.run_tables import read_evaluations
-
-    status = await run.get_status()
-    known: dict[tuple[int, str], Evaluation] = {}
-    await read_evaluations(run, known)
-    return status, await _newest_steps(run, status), tuple(known[key] for key in sorted(known))
-
-
-async def _newest_steps(api: OperatorApi, status: RunStatus) -> tuple[StepReport, ...]:
-
-    if status.last_report is None:
-        return ()
-    found = await every_step(api, after=max(0, status.last_report.step - STEPS))
-    return tuple({report.step: report for report in found}.values())
 
 
 @linked(credentials=NodeCredentialsOption)
@@ -124,27 +106,34 @@ class View:
     evaluations: dict[tuple[int, str], Evaluation] = field(default_factory=dict)
 
 
+async def _read(view: View, api: OperatorApi) -> RunStatus:
+    """Read the status, and into the view the newest steps and evaluations."""
+    from heterorl.cli.live.run_tables import read_evaluations
+
+    status = await api.get_status()
+    before = view.status
+    if before is not None and (
+        (before.run_id, before.epoch) != (status.run_id, status.epoch) or before.head_version > status.head_version
+    ):
+        # A restored run, or one that lost versions with its learner, has not all that is known here.
+        view.marks.clear()
+        view.evaluations.clear()
+    if before is None or before.last_report != status.last_report:
+        last = status.last_report
+        found = () if last is None else await every_step(api, after=max(0, last.step - STEPS))
+        view.reports = tuple({report.step: report for report in found}.values())
+    await read_evaluations(api, view.evaluations)
+    return status
+
+
 async def poll(view: View, api: OperatorApi, *, wall: float, monotonic: float) -> None:
     """Ask once; note the answer, or since when there is none.
 
     Raises PermissionDenied without an operator's certificate, ConfigError for certificates that cannot be used.
     """
-    from heterorl.cli.live.run_tables import read_evaluations
-
     try:
         async with asyncio.timeout(CALL_S):
-            status = await api.get_status()
-            before = view.status
-            if before is not None and (
-                (before.run_id, before.epoch) != (status.run_id, status.epoch)
-                or before.head_version > status.head_version
-            ):
-                # A restored run, or one that lost versions with its learner, has not all that is known here.
-                view.marks.clear()
-                view.evaluations.clear()
-            if before is None or before.last_report != status.last_report:
-                view.reports = await _newest_steps(api, status)
-            await read_evaluations(api, view.evaluations)
+            status = await _read(view, api)
     except (PermissionDenied, ConfigError):
         raise
     except (HeterorlError, TimeoutError) as error:

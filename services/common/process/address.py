@@ -15,6 +15,9 @@ from pydantic import AfterValidator, BeforeValidator
 from heterorl.common.errors import AddressUnusable, ConfigError
 
 _SECRET = re.compile(r"(pass(word|wd|phrase)?|secret|(client|server)_key)\s*=", re.IGNORECASE)
+_KEY = re.compile(
+    r"(pass(word|wd|phrase)?|secret|token|key|auth|authorization|credentials?|sig(nature)?)=", re.IGNORECASE
+)
 MAX_PORT = 65535
 MAX_LABEL = 63
 IN_DATABASE = "has a password: keep it in the file that PGPASSFILE names (mode 0600), or in PGPASSWORD"
@@ -97,14 +100,15 @@ def split_url(url: str) -> SplitResult:
     return parts
 
 
-def _whole(url: str) -> str:
-    if url:
-        split_url(url)
+def _without_secrets(url: str) -> str:
+    parts = split_url(url)
+    if "@" in parts.netloc or _KEY.search(unquote(f"{parts.query} {parts.fragment}")):
+        raise ValueError("has a user, password or key, which logs and reports would show: use a file of secrets")
     return url
 
 
-Url = Annotated[str, AfterValidator(_whole)]
-"""A URL with a valid port, if any; empty is none."""
+Url = Annotated[str, AfterValidator(_without_secrets)]
+"""A URL without secrets, with a valid port, if any; empty is none."""
 
 
 def check_database(url: str) -> str:

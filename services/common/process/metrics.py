@@ -96,7 +96,7 @@ STANDING_BY = _gauge(
     "coordinator_standing_by", "1 while it waits for the store of another coordinator, 0 once it serves."
 )
 HEAD_VERSION = _gauge("coordinator_head_version", "Newest policy version.")
-HEAD_TIMESTAMP = _gauge("coordinator_head_timestamp_seconds", "When the newest version was published (start if none).")
+HEAD_TIMESTAMP = _gauge("coordinator_head_timestamp_seconds", "When the newest version was published (start if later).")
 LEARNER_EPOCH = _gauge("coordinator_learner_epoch", "Current learner epoch.")
 DRAINING = _gauge("coordinator_draining", "1 while no work is handed out because the run ends.")
 MAX_SUPERSEDED_SECONDS = _gauge("coordinator_max_superseded_seconds", "Bound on the time since a newer version.")

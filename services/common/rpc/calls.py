@@ -226,7 +226,9 @@ class Calls:
 
         async def attempt() -> Any:
             async with self._channel.held() as lane:
-                with timed(name), self._outage.watching(name):
+                # A call with a longer limit takes its time while all is well.
+                is_brief = timeout_s <= CALL_TIMEOUT_S
+                with timed(name), self._outage.watching(name) if is_brief else contextlib.nullcontext():
                     return readable(name, await lane.stubs[name](request, timeout=timeout_s))
 
         return await self._retried(attempt, name=name)

@@ -112,7 +112,7 @@ def open_store(directory: Path) -> Iterator[sqlite3.Connection]:
     if not path.is_file():
         raise OperatorError(f"{directory} has no {STORE_FILE}", action="name the data_dir of a coordinator")
     if is_in_use(directory):
-        raise OperatorError(f"{path} is in use", action="stop the coordinator, or read a copy of its data_dir")
+        raise OperatorError(f"{path} is in use", action=_BACKUP)
     try:
         with _opened(path) as connection:
             version = connection.execute("PRAGMA user_version").fetchone()[0]

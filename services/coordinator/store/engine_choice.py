@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from heterorl.common.errors import ConfigError, DependencyMissing
-from heterorl.common.process.files import make_directory, replacing
+from heterorl.common.process.files import make_directory, replacing, usable
 from heterorl.coordinator.store.database import DatabaseEngine, get_meta
 from heterorl.coordinator.store.sqlite import SqliteEngine
 
@@ -31,7 +31,7 @@ def open_engine(data_dir: Path, url: str, *, is_elsewhere: bool = False) -> Data
     it cannot be opened."""
     path, mark = data_dir / "coordinator.sqlite", data_dir / "postgres"
     if not url:
-        if mark.exists():
+        if _has(mark):
             raise ConfigError("store.url", f"{data_dir} has the payloads of a store in PostgreSQL", action=_ANOTHER)
         return SqliteEngine.open(path)
     require_psycopg()
@@ -59,8 +59,13 @@ def standby_at(data_dir: Path, url: str, *, is_elsewhere: bool = False, is_patie
 
 def refuse_file(data_dir: Path) -> None:
     """Raises ConfigError: the data directory has a store in SQLite."""
-    if (data_dir / "coordinator.sqlite").exists():
+    if _has(data_dir / "coordinator.sqlite"):
         raise ConfigError("store.url", f"{data_dir} has the payloads of its own coordinator.sqlite", action=_ANOTHER)
+
+
+def _has(path: Path) -> bool:
+    with usable("data_dir", path.parent):
+        return path.exists()
 
 
 def claimed(data_dir: Path, engine: DatabaseEngine, *, is_elsewhere: bool = False) -> DatabaseEngine:

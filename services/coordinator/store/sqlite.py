@@ -10,7 +10,7 @@ import os
 import sqlite3
 from pathlib import Path
 
-from heterorl.common.errors import CorruptStore, DiskFull
+from heterorl.common.errors import CorruptStore, DiskFull, HeterorlError
 from heterorl.common.process.files import NO_ROOM, has_no_room, make_directory
 from heterorl.coordinator.store import tallies
 from heterorl.coordinator.store.database import Fault
@@ -18,6 +18,10 @@ from heterorl.coordinator.store.schema import ANOTHER_PROGRAM, SCHEMA, SCHEMA_VE
 
 _OPERATION_ERRORS = (sqlite3.IntegrityError, sqlite3.ProgrammingError, sqlite3.DataError, sqlite3.InterfaceError)
 """Errors of one operation; all others are the store's."""
+_OF_THE_DISK = (
+    sqlite3.SQLITE_READONLY, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_PERM, sqlite3.SQLITE_AUTH,
+)  # fmt: skip
+"""Codes of an intact store that its disk, mount or owner keeps from this process."""
 
 
 class SqliteEngine:
@@ -68,17 +72,13 @@ class SqliteEngine:
 def connect(path: Path) -> sqlite3.Connection:
     """Open or make a file in durable mode, checked, of this schema.
     Raises CorruptStore, DiskFull."""
+    connection: sqlite3.Connection | None = None
     try:
         make_directory(path.parent, mode=0o700)
         if not path.exists() and path.name != ":memory:":
             # Before SQLite makes it, since its log takes the file's mode: only the owner may read.
             os.close(os.open(path, os.O_RDWR | os.O_CREAT, 0o600))
         connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    except (OSError, sqlite3.Error) as error:
-        if isinstance(error, OSError) and error.errno in NO_ROOM:
-            raise DiskFull(str(path.parent)) from error
-        raise CorruptStore(f"{path} cannot be opened: {error}", action="check data_dir and its permissions") from error
-    try:
         connection.execute("PRAGMA locking_mode=EXCLUSIVE")
         mode = connection.execute("PRAGMA journal_mode=WAL").fetchone()[0]
         connection.execute("PRAGMA synchronous=FULL")
@@ -97,17 +97,27 @@ def connect(path: Path) -> sqlite3.Connection:
                 f"{path} has schema {version}, this program needs {SCHEMA_VERSION}", action=ANOTHER_PROGRAM
             )
         tallies.begin(connection)
-    except (sqlite3.DatabaseError, CorruptStore) as error:
-        connection.close()
-        code = getattr(error, "sqlite_errorcode", None)
-        if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
-            raise CorruptStore(f"{path} is in use", action="stop the other coordinator") from error
-        if code == sqlite3.SQLITE_FULL:
-            raise DiskFull(str(path.parent)) from error
+    except (OSError, sqlite3.Error, CorruptStore) as error:
+        if connection is not None:
+            connection.close()
         if isinstance(error, CorruptStore):
             raise
-        raise CorruptStore(f"{path}: {error}") from error
+        raise _typed(error, path) from error
     return connection
+
+
+def _typed(error: OSError | sqlite3.Error, path: Path) -> HeterorlError:
+    code = (getattr(error, "sqlite_errorcode", None) or 0) & 0xFF
+    # SQLite tells a full quota from no other failed write.
+    is_quota = code in (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_CANTOPEN) and has_no_room(path.parent)
+    if is_quota or code == sqlite3.SQLITE_FULL or getattr(error, "errno", None) in NO_ROOM:
+        return DiskFull(str(path.parent))
+    if code in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED):
+        return CorruptStore(f"{path} is in use", action="stop the other coordinator")
+    if isinstance(error, OSError) or code in _OF_THE_DISK:
+        action = "check data_dir, its disk, mount and permissions"
+        return CorruptStore(f"{path} cannot be opened: {error}", action=action)
+    return CorruptStore(f"{path}: {error}")
 
 
 CHECKED_BYTES = 64 << 20

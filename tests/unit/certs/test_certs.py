@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from heterorl.certs import authority_directory as book
 from heterorl.certs.authority import LOCAL_HOSTS, hosts_of
 from heterorl.certs.authority_directory import Authority
+from heterorl.certs.enrolment import Enrolment
 from heterorl.cli.main import app
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.spiffe import Identity, Role, read_identity
@@ -87,6 +88,38 @@ def test_renewed_certificate_has_the_names_that_are_said_and_the_list_tells_both
     # Without names said, those of before.
     assert invoke("renew", str(node), *base).exit_code == 0
     assert "new.example" in hosts_of((node / "node.crt").read_bytes())
+
+
+def test_certificate_that_its_authority_cuts_short_says_so(tmp_path):
+    base = ["--dir", str(tmp_path / "ca")]
+    assert invoke("init", "my-run", "--days", "10", *base).exit_code == 0
+    end = x509.load_pem_x509_certificate((tmp_path / "ca" / "ca.crt").read_bytes()).not_valid_after_utc
+
+    outputs = [
+        invoke("issue", "sampler", "eu", *base).output, invoke("renew", str(tmp_path / "ca" / "sampler-eu"), *base).output
+    ]  # fmt: skip
+
+    assert all(f"valid until {end:%Y-%m-%d %H:%M}" in text and "authority ends then too" in text for text in outputs)
+    assert "ends then" not in invoke("renew", str(tmp_path / "ca" / "sampler-eu"), "--days", "3", *base).output
+    assert f"the authority ends {end:%Y-%m-%d %H:%M}" in invoke("list", *base).output
+
+
+@pytest.mark.parametrize("what", ["--site=eu", "sampler-eu", "serial"])
+def test_revoked_node_keeps_no_unused_token(tmp_path, what):
+    certificates = Certificates(tmp_path / "ca")
+    enrolment = Enrolment(tmp_path / "ca")
+    node = certificates.node("sampler", "eu")
+    until = now().timestamp() + 3600
+    for site in ("eu", "eu", "us"):
+        enrolment.create(role=Role.SAMPLER, site=site, address="", days=1, expires=until)
+    serial = f"{certificates.identity('sampler', 'eu').serial:x}"
+    words = {"sampler-eu": str(node), "serial": serial}.get(what, what)
+
+    assert invoke("revoke", words, "--dir", str(tmp_path / "ca")).exit_code == 0
+
+    left = [row.uri.split("/")[4] for _, row in enrolment.list()]
+    # One certificate is not the node.
+    assert sorted(left) == (["eu", "eu", "us"] if what == "serial" else ["us"])
 
 
 def test_renewed_certificate_is_of_what_was_issued_and_not_of_what_the_directory_claims(tmp_path):

@@ -108,6 +108,20 @@ async def test_run_is_shown_as_the_store_holds_it(core, run, clock):
     used = await core.database.run(lambda c: c.execute("SELECT sum(num_bytes) FROM groups").fetchone()[0])
     share = used / core.context.config.site_pending_bytes
     assert shown("coordinator_site_quota_ratio", site=SITE, quota="pending_bytes") == share > 0
+
+
+async def test_head_is_no_older_than_the_coordinators_start(core, run, clock, config):
+    """A run that goes on after a pause has its half hour before the alert."""
+    await core.close()
+    clock.advance(36_000.0)
+    core = await Coordinator.open(config, clock)
+    started = clock.wall()
+    clock.advance(10.0)
+
+    await run_metrics.observe_run(core)
+    await core.close()
+
+    assert shown("coordinator_head_timestamp_seconds") == started
     # Every reason is there from the start, so that its first group shows as an increase.
     for reason in DropReason:
         assert shown("coordinator_ledger_dropped_groups", reason=reason.value) == 0

@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 
 from heterorl.common import api as module
+from heterorl.common.errors import OperatorError
 from heterorl.track.follow import StepFeed
 from heterorl.track.tracker import Mark, mark_of
 from tests.support.run import REPORT
@@ -38,6 +39,23 @@ async def test_goes_on_from_its_cursor():
     assert marks(await feed.read(2)) == []
     assert marks(await feed.read(3)) == [(3, 3)]
     assert api.cursors == [0, 2, 3, 1, 2, 3]
+
+
+@pytest.mark.parametrize("known", [0.0, 1000.0])
+async def test_version_that_was_published_again_after_a_restore_is_refused(known):
+    """The new history may be longer than the tracker's before somebody looks."""
+    api = Listed((1, 1), (2, 2), (3, 3))
+    api.reports = [dataclasses.replace(entry, published_time=2000.0 + entry.step) for entry in api.reports]
+    feed = StepFeed(api, after=Mark(2, 2), published=known)
+    if known:
+        with pytest.raises(OperatorError, match=r"newest version was published again.*--run"):
+            await feed.read(3)
+        return
+
+    assert marks(await feed.read(3)) == [(3, 3)]
+    api.reports = [dataclasses.replace(entry, published_time=3000.0) for entry in api.reports] + [report(4, 4)]
+    with pytest.raises(OperatorError, match="newest version was published again"):
+        await feed.read(4)
 
 
 async def test_steps_taken_again_are_new_though_they_are_behind_the_cursor():

@@ -9,7 +9,7 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from heterorl.cli.live.run_tables import status_rows
-from heterorl.cli.live.watch_commands import View, _look, frame, poll
+from heterorl.cli.live.watch_commands import View, frame, poll
 from heterorl.cli.main import app
 from heterorl.common.errors import PermissionDenied, Unreachable
 from heterorl.common.process.clock import SystemClock
@@ -94,9 +94,10 @@ async def test_status_reads_on_where_an_answer_ends_early():
             return (await super().list_steps(after_step=after_step, limit=limit))[:50]
 
     last = dataclasses.replace(REPORT, step=260)
-    _, reports, _ = await _look(Full(dataclasses.replace(STATUS, last_report=last)))
+    view = View(address="c:1")
+    await poll(view, Full(dataclasses.replace(STATUS, last_report=last)), wall=1000.0, monotonic=0.0)
 
-    assert [report.step for report in reports] == list(range(61, 261))
+    assert [report.step for report in view.reports] == list(range(61, 261))
 
 
 async def test_first_lines_of_a_small_screen_show_the_problems():

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 from heterorl.common.errors import AddressUnusable, ConfigError
 from heterorl.common.identity.credentials import obstacle_at
 from heterorl.common.process.address import check_address, is_loopback, listen_error
+from heterorl.common.process.config_file import load
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.tasks.source_config import RemoteRewardBase
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
@@ -67,6 +68,30 @@ def test_every_address_of_a_configuration_has_a_port_that_can_be(schema, key, te
 
     assert problems(50051) == []
     assert len(problems(port)) == 1
+
+
+@pytest.mark.parametrize(
+    "url",
+    [
+        "https://user:hunter2@score.example/v1",
+        "https://hunter2@score.example/v1",
+        "https://score.example/v1?token=hunter2",
+        "https://score.example/v1?a=b&API_KEY=hunter2",
+        "https://score.example/v1?api%2Dke%79=hunter2",
+        "https://score.example/v1#secret=hunter2",
+    ],
+)
+def test_url_with_a_secret_is_refused_and_not_repeated(url):
+    reward = f'task.rewards=[{{name = "judge", kind = "http", url = "{url}"}}]'
+    with pytest.raises(ConfigError, match=r"task\.rewards.*has a user, password or key") as refused:
+        load(SamplerConfig, None, [reward])
+
+    assert "hunter2" not in f"{refused.value} {refused.value.action}"
+
+
+def test_url_of_a_service_may_have_a_query():
+    url = "https://score.example/v1?api-version=2024-10-21&tokens=5"
+    assert RemoteRewardBase(name="judge", url=url).url == url
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,7 @@
 """An unreachable coordinator is said within seconds, then ever more rarely."""
 
 import asyncio
+import contextlib
 import itertools
 import logging
 
@@ -11,6 +12,7 @@ from heterorl.common.identity.tls import TlsConfig
 from heterorl.common.rpc import calls
 from heterorl.common.rpc.calls import Outage, RetryPolicy
 from heterorl.common.rpc.client import CoordinatorClient
+from heterorl.common.rpc.maintenance import BackupClient
 from tests.support.clock import ManualClock
 
 
@@ -85,6 +87,18 @@ async def test_address_that_swallows_everything_is_said_while_the_call_hangs(cap
         writer.close()
     server.close()
     assert "GetStatus has no answer for 0.2 s" in said(caplog)[0]
+
+
+async def test_long_call_takes_its_time_without_a_line(monkeypatch):
+    watched = []
+    monkeypatch.setattr(calls.Outage, "watching", lambda _, name: watched.append(name) or contextlib.nullcontext())
+    how = {"tls": TlsConfig(insecure=True), "policy": RetryPolicy(budget_s=0.0)}
+    async with BackupClient("127.0.0.1:1", **how) as long, CoordinatorClient("127.0.0.1:1", **how) as short:
+        for call in (long.backup(name="night"), short.get_status()):
+            with pytest.raises(Unreachable):
+                await call
+
+    assert watched == ["GetStatus"]
 
 
 async def test_refused_connection_is_said_by_the_client(caplog, monkeypatch):

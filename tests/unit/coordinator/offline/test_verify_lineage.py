@@ -406,7 +406,7 @@ def test_store_in_use_is_refused_and_a_missing_one_is_named(recorded, tmp_path):
     command = [sys.executable, "-c", code, str(recorded.data / "coordinator.sqlite")]
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
         assert holder.stdout.readline() == b"ready\n"
-        with pytest.raises(OperatorError, match="in use.*stop the coordinator"):
+        with pytest.raises(OperatorError, match="in use.*make a backup"):
             read_rows(recorded.data)
         holder.stdin.close()
     with pytest.raises(OperatorError, match="data_dir"):

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import os
 import sqlite3
 import tempfile
 import threading
@@ -140,8 +141,35 @@ async def test_store_that_cannot_be_opened_says_where(tmp_path):
     with pytest.raises(CorruptStore, match="cannot be opened"):
         await open_database(tmp_path / "store.sqlite")
     (tmp_path / "other.sqlite-wal").mkdir()
-    with pytest.raises(CorruptStore):
+    with pytest.raises(CorruptStore, match="check data_dir, its disk"):
         await open_database(tmp_path / "other.sqlite")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+@pytest.mark.process
+@pytest.mark.parametrize("of_root", [".", "store.sqlite", "store.sqlite-wal"])
+def test_intact_store_of_another_user_is_not_called_damaged(of_root):
+    # tmp_path lies below directories that root alone may enter.
+    with tempfile.TemporaryDirectory() as name:
+        directory = Path(name)
+        sqlite_engine.connect(directory / "store.sqlite").close()
+        if of_root.endswith("-wal"):
+            (directory / of_root).touch(0o600)
+        for path in (directory, *directory.iterdir()):
+            os.chown(path, *(0, 0) if path == directory / of_root else (65534, 65534))
+        directory.chmod(0o755)
+        (directory / "store.sqlite").chmod(0o644)
+        process = os.fork()
+        if process == 0:
+            os.setuid(65534)
+            try:
+                sqlite_engine.connect(directory / "store.sqlite")
+            except CorruptStore as error:
+                os._exit(0 if "check data_dir, its disk, mount and permissions" in str(error) else 2)
+            os._exit(3)
+        _, status = os.waitpid(process, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 0
 
 
 async def test_store_that_cannot_be_durable_is_refused():

@@ -1,11 +1,15 @@
 """Where the store is, as the configuration says it."""
 
+import os
+import tempfile
+from pathlib import Path
+
 import pytest
 
 from heterorl.common.errors import ConfigError
 from heterorl.common.process.config_file import load
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
-from heterorl.coordinator.store.engine_choice import standby_at
+from heterorl.coordinator.store.engine_choice import open_engine, refuse_file, standby_at
 
 
 @pytest.mark.parametrize(
@@ -54,6 +58,26 @@ def test_endpoint_that_cannot_be_read_is_not_repeated(endpoint):
         load(CoordinatorConfig, None, [f"payloads.endpoint={endpoint}"])
 
     assert "hunter2" not in f"{refused.value} {refused.value.action}"
+
+
+@pytest.mark.process
+@pytest.mark.skipif(os.geteuid() != 0, reason="becoming another user takes root")
+def test_data_dir_of_another_user_is_refused_by_its_key():
+    # tmp_path lies below directories that root alone may enter.
+    with tempfile.TemporaryDirectory() as name:
+        process = os.fork()
+        if process == 0:
+            os.setuid(65534)
+            refused = 0
+            for check in (lambda path: open_engine(path, ""), refuse_file):
+                try:
+                    check(Path(name))
+                except ConfigError as error:
+                    refused += "data_dir" in str(error) and "cannot be used: Permission denied" in str(error)
+            os._exit(refused)
+        _, status = os.waitpid(process, 0)
+
+    assert os.waitstatus_to_exitcode(status) == 2
 
 
 def test_nobody_stands_by_for_a_file(tmp_path):

@@ -58,7 +58,10 @@ def test_spans_of_a_rollout_are_bounded(over):
         finish_reason=FinishReason.LENGTH,
     )  # fmt: skip
     contract = replace(
-        CONTRACT, end_token_ids=(), max_trajectory_tokens=count, sampling=replace(CONTRACT.sampling, max_new_tokens=count)
+        CONTRACT,
+        end_token_ids=(),
+        max_trajectory_tokens=count,
+        sampling=replace(CONTRACT.sampling, max_new_tokens=count),
     )
     group = Group(
         id=GroupId(site=SITE, incarnation=INCARNATION, sequence=1), assignment=1, prompt_index=7,

@@ -1,4 +1,4 @@
-"""Early check of `model_dir`, copies of its files, and config.json of published weights.
+"""Early check of `model_dir`, copies of its files, config.json of exports.
 
 The check comes before a library retries for a minute. A local directory costs no network; a hub id outside the cache
 costs one request.

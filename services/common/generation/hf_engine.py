@@ -138,18 +138,17 @@ class HfEngine:
         Draws read padding, cached keys and recurrent states, which a score does not. Raises ConfigError.
         """
         sampling = replace(self._sampling, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=_CHECKED_TOKENS)
-        most = self._room.positions - _CHECKED_TOKENS if self._room.positions else max(_CHECKED_PROMPTS)
-        if most < 1:
-            return
+        most = (self._room.positions or 2 * max(_CHECKED_PROMPTS)) - _CHECKED_TOKENS
         prompts = [np.arange(min(size, most), dtype=np.int32) * 7 % self.vocab_size for size in _CHECKED_PROMPTS]
         for key, prompt in enumerate(prompts):
             self.submit(Request(key=key, prompt=prompt, seed=key, num_completions=1, sampling=sampling))
-        difference = 0.0
+        differences: list[float] = []
         while ended := self.collect():
             texts = [ScoredText(prompt=prompts[one.key], completion=one.completion.token_ids) for one in ended]
             for one, scored in zip(ended, self._scores(texts, temperature=1.0), strict=True):
-                difference = max(difference, float(np.abs(one.completion.logprobs - scored).mean()))
-        if not difference <= _TOLERANCE[self.dtype]:
+                differences.append(float(np.abs(one.completion.logprobs - scored).mean()))
+        # Not `max`, which passes over a NaN.
+        if not (difference := float(np.max(differences))) <= _TOLERANCE[self.dtype]:
             problem = f"draws with other log-probs than a pass without cache and padding, by {difference:.2g} nats"
             action = 'set it to "vllm", or train another model'
             raise ConfigError("engine.kind", f"{type(self.model).__name__} {problem}", action=action)

@@ -19,14 +19,13 @@ from heterorl.common.weights.arena import Dtype
 
 ANSWER_S = 5.0
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
-_CONFIG = "config.json"
 _COPIED = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
     "*.tiktoken", "tekken.json", "additional_chat_templates/*.jinja", "generation_config.json",
     "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
 """Tokenizer, how a model is drawn from, and files without which engines refuse one that also reads images."""
-_TYPES: dict[Dtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+TYPE_NAMES: dict[Dtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _ACTION = "name a Hugging Face directory (config.json, tokenizer, safetensors) or a hub id"
 
 
@@ -148,23 +147,26 @@ def config_of(model_dir: str, model: Any, *, dtype: Dtype) -> str:
 
     Not as transformers 5 writes it: it leaves out keys that transformers 4 reads.
     """
-    config: dict[str, Any] = json.loads((_local(model_dir, (_CONFIG,)) / _CONFIG).read_text(encoding="utf-8"))
+    path = _local(model_dir, ("config.json",)) / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    kind, text = model.config.model_type, config.get("text_config") or {}
     # transformers opens some models without what reads images.
-    if config.get("model_type") != model.config.model_type and config.get("text_config"):
-        config = {"model_type": model.config.model_type, **config["text_config"]}
+    if config.get("model_type") != kind and text.get("model_type") == kind:
+        config, text = text, {}
     if "dtype" not in config:
         config["torch_dtype"] = ""
-    # Names code that is not copied.
+    # It names code that is not copied.
     config.pop("auto_map", None)
     config["architectures"] = [type(model).__name__]
-    # A file may tie tensors that differ in the weights, which then are two.
+    # A file may say of two tensors that they are tied.
     config["tie_word_embeddings"] = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    for part in (config, *(value for key, value in config.items() if key.endswith("_config") and value)):
-        # transformers dequantised the start model.
-        part.pop("quantization_config", None)
-        part.update(dict.fromkeys(part.keys() & {"dtype", "torch_dtype"}, _TYPES[dtype]))
-    if "tie_word_embeddings" in (text := config.get("text_config") or {}):
+    if "tie_word_embeddings" in text:
         text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    for part in (config, *(value for key, value in config.items() if key.endswith("_config"))):
+        if isinstance(part, dict):
+            # transformers dequantised the start model.
+            part.pop("quantization_config", None)
+            part.update(dict.fromkeys(part.keys() & {"dtype", "torch_dtype"}, TYPE_NAMES[dtype]))
     return json.dumps(config, indent=2) + "\n"
 
 

@@ -213,12 +213,17 @@ def test_exported_config_says_that_tensors_which_differ_are_not_tied(tmp_path):
 
 def test_exported_config_keeps_what_reads_images(tmp_path):
     config = _config(write_family("gemma3-vision", _write_base(tmp_path / "base")))
-    config["vision_config"]["torch_dtype"] = "float32"
+    text, vision = config["text_config"], config["vision_config"]
+    assert config["tie_word_embeddings"] is True
+    changed = {
+        "text_config": text | {"tie_word_embeddings": False},
+        "vision_config": vision | {"torch_dtype": "float32"},
+    }
 
-    exported = _exported_config(tmp_path, config)
+    exported = _exported_config(tmp_path, config | changed)
 
-    vision = config["vision_config"] | {"torch_dtype": "bfloat16"}
-    assert exported == config | {"dtype": "bfloat16", "vision_config": vision}
+    own = {"text_config": text | {"tie_word_embeddings": True}, "vision_config": vision | {"torch_dtype": "bfloat16"}}
+    assert exported == config | own | {"dtype": "bfloat16"}
 
 
 def test_exported_config_is_the_text_models_where_only_it_was_opened(tmp_path):

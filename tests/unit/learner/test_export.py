@@ -190,8 +190,8 @@ def _exported_config(directory, changed):
 def test_exported_config_keeps_the_keys_that_transformers_4_reads(tmp_path):
     config = _config(_write_base(tmp_path / "base"))
     del config["rope_parameters"], config["dtype"], config["tie_word_embeddings"]
-    # The last one states that the weights were dequantised, which no more is true.
     old = {"rope_theta": 1e6, "transformers_version": "4.43.1", "architectures": None}
+    # Code that is not copied, and scales that the exported files do not have.
     gone = {"auto_map": {"AutoModel": "code.Model"}, "quantization_config": {"quant_method": "fp8"}}
 
     exported = _exported_config(tmp_path, config | old | gone | {"tie_word_embeddings": True})
@@ -202,7 +202,7 @@ def test_exported_config_keeps_the_keys_that_transformers_4_reads(tmp_path):
 
 
 def test_exported_config_says_that_tensors_which_differ_are_not_tied(tmp_path):
-    """transformers 5 reads two tensors, whatever config.json says; vLLM and transformers 4 would read one."""
+    """Such a file is two tensors to transformers 5; to vLLM and transformers 4 it would be one."""
     config = _config(_write_base(tmp_path / "base", is_tied=False))
 
     exported = _exported_config(tmp_path, config | {"tie_word_embeddings": True})

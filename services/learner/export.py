@@ -21,7 +21,7 @@ from torch import nn
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import PARTS, LoraLinear, attach
-from heterorl.common.model.model_directory import copy_others, copy_tokenizer
+from heterorl.common.model.model_directory import config_of, copy_files
 from heterorl.common.process.files import appearing
 from heterorl.common.text.prompter import Prompter, end_token_ids
 from heterorl.common.types.common import LoraSettings
@@ -142,15 +142,14 @@ def export_model(
             model, layout = _model_of(model_dir, source.layout_id)
             read = functools.partial(tensors.read_tensor, source.pull(layout))
         dtype = dtype or tensors.main_type(layout)
-        out_dtype = tensors.TORCH_DTYPE[dtype]
         with appearing(out_dir) as directory:
             if adapter_only:
-                _write_adapter(directory, model, lora, dtype=out_dtype, model_dir=str(model_dir))
+                _write_adapter(directory, model, lora, dtype=tensors.TORCH_DTYPE[dtype], model_dir=str(model_dir))
             else:
                 _write_weights(directory, model, read, dtype=dtype, max_shard_size=max_shard_size)
-                _write_config(directory, model, dtype=out_dtype)
-            copy_tokenizer(str(model_dir), directory)
-            copy_others(str(model_dir), directory)
+                config = config_of(str(model_dir), model, dtype=dtype)
+                (directory / "config.json").write_text(config, encoding="utf-8")
+            copy_files(str(model_dir), directory)
             if not adapter_only:
                 _write_ends(directory, str(model_dir))
             for file in directory.glob("*.safetensors"):
@@ -235,17 +234,6 @@ def _model_of(model_dir: str | Path, layout_id: str) -> tuple[nn.Module, Layout]
         # Ties and integer tensors are read from the files.
         model = open_model(model_dir).model
     return model, _layout_for(model, layout_id)
-
-
-def _write_config(directory: Path, model: nn.Module, *, dtype: torch.dtype) -> None:
-    network: Any = model
-    network.config.dtype = str(dtype).removeprefix("torch.")
-    network.config.architectures = [type(network).__name__]
-    for config in (network.config, network.config.get_text_config()):
-        # It is from the start model, which transformers dequantised.
-        if hasattr(config, "quantization_config"):
-            del config.quantization_config
-    network.config.save_pretrained(directory)
 
 
 def _write_ends(directory: Path, model_dir: str) -> None:

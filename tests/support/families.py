@@ -61,7 +61,7 @@ class Family:
             return f"| {self.shown} | no | `{self.refused[0]}`: {self.refused[1]} |"
         notes = [] if self.attention == "sdpa" else [f'`backend.attn_implementation = "{self.attention}"`']
         notes += [] if len(self.batching) == 2 else ['`backend.batching = "padded"`']
-        notes += [f"engine `hf` refuses it by `{self.engine[0]}`"] if self.engine else []
+        notes += ["not engine `hf`"] if self.engine else []
         return f"| {self.shown} | yes | {', '.join(notes)} |".replace("|  |", "| |")
 
 
@@ -113,6 +113,11 @@ LINEAR = {
 LONG = {
     "rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [4.0] * 4,
     "original_max_position_embeddings": 32,
+}  # fmt: skip
+COMPRESSED = {
+    **HEAD, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16, "q_lora_rank": 16,
+    "qk_rope_head_dim": 8, "o_groups": 2, "o_lora_rank": 16, "index_n_heads": 2, "index_head_dim": 8, "hc_mult": 2,
+    "sliding_window": 8, "layer_types": ["compressed_sparse_attention"] * 2, "mlp_layer_types": ["moe"] * 2,
 }  # fmt: skip
 LOGITS = ("model_dir", "changes its logits after the output embedding")
 FAMILIES = {
@@ -180,6 +185,10 @@ FAMILIES = {
     "mamba": Family(
         shown="Mamba, state space only", kind="Mamba", batching=("padded",), attention="eager",
         settings={"state_size": 8}, engine=("engine.kind", "has no cache of keys and values"),
+    ),
+    "deepseek-v4": Family(
+        shown="DeepSeek-V4, compressed attention", kind="DeepseekV4", batching=("padded",), attention="eager",
+        settings=COMPRESSED, engine=("engine.kind", "draws with other log-probs"),
     ),
     "gemma2": Family(shown="Gemma 2, softcapped logits", kind="Gemma2", settings=HEAD, refused=LOGITS),
     "granite": Family(shown="Granite, scaled logits", kind="Granite", settings={"logits_scaling": 2.0}, refused=LOGITS),

@@ -17,6 +17,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -58,6 +59,11 @@ class FairLock:
             self._turn.release()
 
 
+_CHECKED_PROMPTS = (5, 24)
+"""Tokens of two prompts, of which one is padded by an odd number."""
+_CHECKED_TOKENS = 8
+_TOLERANCE = {"fp32": 1e-3, "bf16": 0.1}
+"""Mean difference of log-probs, nats. Rounding is below it, in bf16 also with routers."""
 _COMPUTE = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
@@ -107,7 +113,7 @@ class HfEngine:
         self.max_running = batch_rows
         self._most_kept = KEPT_A_ROW * batch_rows
         self._forget_turns()
-        self.end_token_ids = list(end_token_ids)
+        self.end_token_ids: list[int] = []
         self.device = torch.device(device)
         self.version = -1
         self._is_torn = False
@@ -122,6 +128,30 @@ class HfEngine:
         self._room = token_limits_of(model.config)
         self.vocab_size = self._room.vocab_size
         self.dtype = compute_dtype
+        self._check_draws()
+        # The checked draws do not end early.
+        self.end_token_ids = list(end_token_ids)
+
+    def _check_draws(self) -> None:
+        """Compare log-probs of two short prompts' draws with `score`.
+
+        Draws read padding, cached keys and recurrent states, which a score does not. Raises ConfigError.
+        """
+        sampling = replace(self._sampling, temperature=1.0, top_p=1.0, top_k=0, max_new_tokens=_CHECKED_TOKENS)
+        most = (self._room.positions or 2 * max(_CHECKED_PROMPTS)) - _CHECKED_TOKENS
+        prompts = [np.arange(min(size, most), dtype=np.int32) * 7 % self.vocab_size for size in _CHECKED_PROMPTS]
+        for key, prompt in enumerate(prompts):
+            self.submit(Request(key=key, prompt=prompt, seed=key, num_completions=1, sampling=sampling))
+        differences: list[float] = []
+        while ended := self.collect():
+            texts = [ScoredText(prompt=prompts[one.key], completion=one.completion.token_ids) for one in ended]
+            for one, scored in zip(ended, self._scores(texts, temperature=1.0), strict=True):
+                differences.append(float(np.abs(one.completion.logprobs - scored).mean()))
+        # Not `max`, which passes over a NaN.
+        if not (difference := float(np.max(differences))) <= _TOLERANCE[self.dtype]:
+            problem = f"draws with other log-probs than a pass without cache and padding, by {difference:.2g} nats"
+            action = 'set it to "vllm", or train another model'
+            raise ConfigError("engine.kind", f"{type(self.model).__name__} {problem}", action=action)
 
     def base(self) -> Arena | None:
         """Weights of model_dir in the published type; None after a `load`."""
@@ -142,19 +172,22 @@ class HfEngine:
                 raise _failure(error) from error
             self.version, self._is_torn = version, False
 
-    @torch.inference_mode()
     def score(self, texts: Sequence[ScoredText]) -> list[Float32Array]:
+        return self._scores(texts, temperature=self._sampling.logprob_temperature)
+
+    @torch.inference_mode()
+    def _scores(self, texts: Sequence[ScoredText], *, temperature: float) -> list[Float32Array]:
         try:
-            return [self._scored(text) for text in texts]
+            return [self._scored(text, temperature) for text in texts]
         except Exception as error:
             raise _failure(error) from error
 
-    def _scored(self, text: ScoredText) -> Float32Array:
+    def _scored(self, text: ScoredText, temperature: float) -> Float32Array:
         ids = torch.from_numpy(np.concatenate([text.prompt, text.completion]).astype(np.int64)).to(self.device)
         # Logits of a long prompt could take more memory than its weights.
         output = self.model(input_ids=ids[None], use_cache=False, logits_to_keep=text.completion.size + 1)
         logits = output.logits[0, -text.completion.size - 1 : -1].float()
-        shown = tempered(logits, self._sampling.logprob_temperature)
+        shown = tempered(logits, temperature)
         return logprobs_of(shown, ids[text.prompt.size :]).cpu().numpy().astype(np.float32)
 
     def close(self) -> None:

@@ -51,24 +51,29 @@ class LoraLinear(nn.Linear):
 def attach(model: nn.Module, settings: LoraSettings) -> None:
     """Freeze a model and add adapters to named linear layers, in place.
 
-    Raises ConfigError if a name fits no linear layer, or the output embedding, which is not read through its module.
+    What reads images or sounds has none: a text gives it no gradient. Raises ConfigError if a name fits no linear
+    layer, or the output embedding, which is not read through its module.
     """
     model.requires_grad_(False)
-    found = set()
     head = getattr(model, "get_output_embeddings", lambda: None)()
+    text = set(getattr(model, "get_decoder", lambda: model)().modules())
+    names = set()
     for path, parent in list(model.named_modules()):
         for name, child in list(parent.named_children()):
-            if name in settings.target_modules and type(child) is nn.Linear:
-                if child is head:
+            is_named = name in settings.target_modules
+            if child is head:
+                if is_named:
                     raise ConfigError(_KEY, f"{name} is the output embedding", action="name other linear layers")
-                found.add(name)
-                full = f"{path}.{name}" if path else name
-                with BUILDING:
-                    adapted = LoraLinear(child, rank=settings.rank, alpha=settings.alpha, name=full)
-                setattr(parent, name, adapted)
-    missing = sorted(set(settings.target_modules) - found)
-    if missing:
-        raise ConfigError(_KEY, f"the model has no linear layer {', '.join(missing)}", action="name layers it has")
+            elif type(child) is nn.Linear and child in text:
+                names.add(name)
+                if is_named:
+                    full = f"{path}.{name}" if path else name
+                    with BUILDING:
+                        adapted = LoraLinear(child, rank=settings.rank, alpha=settings.alpha, name=full)
+                    setattr(parent, name, adapted)
+    if missing := sorted(set(settings.target_modules) - names):
+        action = f"name some of {', '.join(sorted(names))}" if names else "train all weights"
+        raise ConfigError(_KEY, f"the model has no linear layer {', '.join(missing)}", action=action)
 
 
 def trainable(model: nn.Module) -> dict[str, nn.Parameter]:

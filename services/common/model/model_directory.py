@@ -1,4 +1,4 @@
-"""Early check of `model_dir`, and copies of its files.
+"""Early check of `model_dir`, copies of its files, config.json of exports.
 
 The check comes before a library retries for a minute. A local directory costs no network; a hub id outside the cache
 costs one request.
@@ -8,23 +8,24 @@ import json
 import os
 import re
 import shutil
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 from heterorl.common.errors import ConfigError, ServiceUnreachable
 from heterorl.common.process.hub import is_away
+from heterorl.common.weights.arena import Dtype
 
 ANSWER_S = 5.0
 _HUB_ID = re.compile(r"([A-Za-z0-9][\w.-]*/)?[A-Za-z0-9][\w.-]*")
-_TOKENIZER_FILES = (
+_COPIED = (
     "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt", "chat_template*", "*.model",
-    "*.tiktoken", "tekken.json", "additional_chat_templates/*.jinja",
+    "*.tiktoken", "tekken.json", "additional_chat_templates/*.jinja", "generation_config.json",
+    "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
 )  # fmt: skip
-_OTHER_FILES = (
-    "generation_config.json", "preprocessor_config.json", "processor_config.json", "video_preprocessor_config.json",
-)  # fmt: skip
-"""How a model is drawn from, and files without which engines refuse one that also reads images."""
+"""Tokenizer, how a model is drawn from, and files without which engines refuse one that also reads images."""
+TYPE_NAMES: dict[Dtype, str] = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
 _ACTION = "name a Hugging Face directory (config.json, tokenizer, safetensors) or a hub id"
 
 
@@ -131,30 +132,47 @@ def _ask_hub(name: str) -> None:
         raise ConfigError("model_dir", problem, action="correct it, or set HF_TOKEN") from error
 
 
-def copy_tokenizer(model_dir: str, out_dir: Path) -> None:
-    """Copy the files as they are, so that the tokenizer's digest stays.
-    A hub id goes through transformers."""
-    if Path(model_dir).is_dir():
-        for pattern in _TOKENIZER_FILES:
-            for path in Path(model_dir).glob(pattern):
-                if path.is_file():
-                    target = out_dir / path.relative_to(model_dir)
-                    target.parent.mkdir(exist_ok=True)
-                    shutil.copyfile(path, target)
-        return
-    from transformers import AutoTokenizer
-
-    AutoTokenizer.from_pretrained(model_dir).save_pretrained(out_dir)
+def copy_files(model_dir: str, out_dir: Path) -> None:
+    """Copy tokenizer, generation config and processors as they are."""
+    source = _local(model_dir, _COPIED)
+    for path in (path for pattern in _COPIED for path in source.glob(pattern)):
+        if path.is_file():
+            target = out_dir / path.relative_to(source)
+            target.parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, target)
 
 
-def copy_others(model_dir: str, out_dir: Path) -> None:
-    """Copy generation config and processors as they are."""
-    from transformers.utils.hub import cached_file
+def config_of(model_dir: str, model: Any, *, dtype: Dtype) -> str:
+    """config.json of a model's published weights: the start model's, with what differs.
 
-    for name in _OTHER_FILES:
-        path = None
-        with suppress(OSError):
-            # Not every model has each.
-            path = cached_file(model_dir, name)
-        if path is not None:
-            shutil.copyfile(path, out_dir / name)
+    Not as transformers 5 writes it: it leaves out keys that transformers 4 reads.
+    """
+    path = _local(model_dir, ("config.json",)) / "config.json"
+    config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    kind, text = model.config.model_type, config.get("text_config") or {}
+    # transformers opens some models without what reads images.
+    if config.get("model_type") != kind and text.get("model_type") == kind:
+        config, text = text, {}
+    if "dtype" not in config:
+        config["torch_dtype"] = ""
+    # It names code that is not copied.
+    config.pop("auto_map", None)
+    config["architectures"] = [type(model).__name__]
+    # A file may say of two tensors that they are tied.
+    config["tie_word_embeddings"] = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    if "tie_word_embeddings" in text:
+        text["tie_word_embeddings"] = config["tie_word_embeddings"]
+    for part in (config, *(value for key, value in config.items() if key.endswith("_config"))):
+        if isinstance(part, dict):
+            # transformers dequantised the start model.
+            part.pop("quantization_config", None)
+            part.update(dict.fromkeys(part.keys() & {"dtype", "torch_dtype"}, TYPE_NAMES[dtype]))
+    return json.dumps(config, indent=2) + "\n"
+
+
+def _local(model_dir: str, patterns: Sequence[str]) -> Path:
+    """The directory, or the hub's cache with the files of these patterns."""
+    from huggingface_hub import snapshot_download
+
+    is_here = Path(model_dir).is_dir()
+    return Path(model_dir if is_here else snapshot_download(model_dir, allow_patterns=[*patterns]))

@@ -20,7 +20,7 @@ is refused before generation.
 
 import logging
 import threading
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -192,6 +192,7 @@ def load_pretrained(model_dir: str, *, dtype: torch.dtype) -> Any:
         raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}", action=action) from error
     _check_quantised(model_dir, model, found)
     _check_found(model_dir, found)
+    check_unread(model_dir, found["unexpected_keys"], model.state_dict())
     hold_positions(model)
     return model
 
@@ -220,3 +221,19 @@ def _check_found(model_dir: str, found: Mapping[str, Any]) -> None:
     else:
         return
     raise ConfigError("model_dir", problem, action="copy the directory again, or name a whole causal language model")
+
+
+def check_unread(model_dir: str, unread: Iterable[str], names: Iterable[str]) -> None:
+    """Warn of tensors in the files that the model does not have.
+
+    `names` are its own. Raises ConfigError for a weight or bias of a module that the model has without it.
+    """
+    unread, modules = sorted(unread), {name.rpartition(".")[0] for name in names}
+    for name in unread:
+        module, _, part = name.rpartition(".")
+        if part in ("weight", "bias") and module in modules:
+            problem = f"{name} is in the files of {model_dir}, and not in the model by config.json"
+            raise ConfigError("model_dir", problem, action="correct config.json (model_type, attention_bias)")
+    if unread:
+        message = "%d tensors in the files of %s are not in the model, neither trained nor exported, such as %s"
+        _LOG.warning(message, len(unread), model_dir, unread[0])

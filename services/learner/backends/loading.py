@@ -7,7 +7,6 @@ model's (merged experts, quantised weights, tied tensors that differ, no safeten
 model, and the log says so.
 """
 
-import contextlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -21,7 +20,7 @@ from torch import nn
 from heterorl.common.errors import ConfigError, CorruptStore
 from heterorl.common.model.adapters import digest_of
 from heterorl.common.model.model_directory import first_line
-from heterorl.common.model.model_loading import BUILDING, choose_kernels, hold_positions
+from heterorl.common.model.model_loading import BUILDING, check_unread, choose_kernels, hold_positions
 from heterorl.common.model.tensors import published_tensors
 from heterorl.common.types.common import Digest
 from heterorl.learner.backends.tensor_file import TensorFile, weight_files
@@ -117,14 +116,16 @@ def open_model(model_dir: str | Path, *, gradient_checkpointing: bool = False, m
 
     Raises ConfigError: it is not a causal language model, or cannot be read.
     """
+    like: nn.Module | None = None
     try:
-        opened = _by_name(str(model_dir))
+        like = _built(str(model_dir))
+        opened = _by_name(str(model_dir), like)
     except _NotByName as reason:
         if may_hold:
-            opened = _whole(model_dir, reason)
+            opened = _whole(model_dir, reason, like)
         else:
             nothing: dict[str, torch.Tensor] = {}
-            opened = OpenedModel(model=empty_model(str(model_dir)), flat=nothing.__getitem__, is_held=True)
+            opened = OpenedModel(model=like or empty_model(str(model_dir)), flat=nothing.__getitem__, is_held=True)
     except CorruptStore as error:
         action = "copy the safetensors files and their index again"
         raise ConfigError("model_dir", f"cannot load {model_dir}: {first_line(error)}", action=action) from error
@@ -179,19 +180,25 @@ def digest_of_opened(opened: OpenedModel) -> Digest:
     return digest_of(state, read)
 
 
-def _by_name(model_dir: str) -> OpenedModel:
-    from transformers.conversion_mapping import get_model_conversion_mapping
-
+def _built(model_dir: str) -> nn.Module:
     try:
-        if (Path(model_dir) / "adapter_config.json").is_file():
-            raise _NotByName("it has an adapter")
-        files = weight_files(model_dir)
-        if not files:
-            raise _NotByName("it has no safetensors")
-        model = empty_model(model_dir)
-    except (ConfigError, OSError, ValueError) as error:
+        return empty_model(model_dir)
+    except ConfigError as error:
         # The model's code may fail on tensors without values. Reading the files reports their errors.
         raise _NotByName(first_line(error)) from error
+
+
+def _by_name(model_dir: str, model: nn.Module) -> OpenedModel:
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    if (Path(model_dir) / "adapter_config.json").is_file():
+        raise _NotByName("it has an adapter")
+    try:
+        files = weight_files(model_dir)
+    except (ConfigError, OSError, ValueError) as error:
+        raise _NotByName(first_line(error)) from error
+    if not files:
+        raise _NotByName("it has no safetensors")
     network: Any = model
     if getattr(network.config, "quantization_config", None) is not None:
         raise _NotByName("it is quantised")
@@ -199,6 +206,7 @@ def _by_name(model_dir: str) -> OpenedModel:
         raise _NotByName("transformers computes its tensors from those in the files")
     file_of = {name: file for file in map(TensorFile, files) for name in file.tensors}
     names = _names(model, file_of)
+    check_unread(model_dir, file_of.keys() - names.keys(), names)
 
     def flat(name: str) -> torch.Tensor:
         return file_of[names[name]].flat(names[name])
@@ -210,14 +218,13 @@ def _by_name(model_dir: str) -> OpenedModel:
     return OpenedModel(model=model, flat=flat, is_held=False)
 
 
-def _whole(model_dir: str | Path, reason: _NotByName) -> OpenedModel:
+def _whole(model_dir: str | Path, reason: _NotByName, like: nn.Module | None) -> OpenedModel:
     _LOG.warning("model %s is read whole before sharding: %s", model_dir, reason)
     model = load_model(model_dir)
     # transformers also trains parameters that the model's own code freezes.
-    with contextlib.suppress(ConfigError):
-        like = dict(empty_model(str(model_dir)).named_parameters())
-        for name, parameter in model.named_parameters():
-            parameter.requires_grad_(name not in like or like[name].requires_grad)
+    trained = {name: parameter.requires_grad for name, parameter in like.named_parameters()} if like else {}
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(trained.get(name, True))
     held = {name: parameter.detach() for name, parameter in model.named_parameters(remove_duplicate=False)}
     for _ in replace_parameters(model, lambda _, parameter: parameter.detach().to("meta")):
         pass

@@ -30,6 +30,7 @@ from heterorl.common.errors import ConfigError
 from heterorl.common.model import tensors
 from heterorl.common.model.adapters import PARTS, attach, base_digest
 from heterorl.common.model.contract import ALL_WEIGHTS, LoraConfig
+from heterorl.common.model.model_directory import config_of
 from heterorl.common.model.model_loading import load_pretrained, token_limits_of, window_of
 from heterorl.common.process.files import replacing, try_lock
 from heterorl.common.types.common import Digest, Float32Array, Int32Array, LoraSettings, SamplingSemantics
@@ -142,7 +143,7 @@ class WeightFiles:
     """Files of one version at a time."""
 
     def __init__(self, model: Any, *, model_dir: str, layout: Layout, lora: LoraSettings, parent: Path) -> None:
-        self._config = model.config
+        self._config = config_of(model_dir, model, dtype=tensors.main_type(layout))
         self._model_dir = model_dir
         self._layout = layout
         self._lora = lora
@@ -198,7 +199,7 @@ class WeightFiles:
         # One for each process that starts: a hard link to the same file.
         directory = Path(tempfile.mkdtemp(prefix="model-", dir=self.directory))
         try:
-            self._config.save_pretrained(directory)
+            (directory / "config.json").write_text(self._config, encoding="utf-8")
             (directory / "model.safetensors").hardlink_to(self._file)
             yield str(directory)
         finally:

@@ -24,6 +24,7 @@ import numpy as np
 
 from heterorl.common.errors import EngineDied, EngineError
 from heterorl.common.generation.inference_engine import Completion, Finished, Request, ScoredText
+from heterorl.common.model.model_directory import TYPE_NAMES
 from heterorl.common.types.common import Float32Array, Int32Array, SamplingSemantics
 from heterorl.common.types.rollout import FinishReason, Span
 from heterorl.common.weights.arena import Arena
@@ -34,7 +35,6 @@ from heterorl.sampler.vllm.vllm_process import NO_VERSION, VllmProcess, import_v
 
 _LOG = logging.getLogger(__name__)
 ComputeDtype = Literal["fp32", "bf16", "fp16"]
-_COMPUTE: dict[ComputeDtype, str] = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 TOLERANCE: dict[ComputeDtype, float] = {"fp32": 1e-4, "fp16": 0.02, "bf16": 0.1}
 """Mean log-prob difference from the reference that rounding explains, nats."""
 NUM_URGENT = 8
@@ -287,7 +287,7 @@ def engine_arguments(settings: VllmEngineConfig, *, max_model_len: int, logprobs
         **settings.extra,
         **({"device_ids": list(settings.devices)} if settings.devices else {}),
         **({} if settings.enforce_eager is None else {"enforce_eager": settings.enforce_eager}),
-        "dtype": _COMPUTE[settings.compute_dtype],
+        "dtype": TYPE_NAMES[settings.compute_dtype],
         "tensor_parallel_size": settings.tensor_parallel_size,
         "enable_prefix_caching": settings.prefix_cache,
         "max_model_len": max_model_len,

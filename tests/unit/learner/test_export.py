@@ -175,16 +175,64 @@ def test_exported_base_model_ends_its_answers_where_the_template_does(tmp_path):
     assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").generation_config.eos_token_id == [0, 49]
 
 
-def test_exported_weights_of_a_model_that_was_dequantised_are_not_called_quantised(tmp_path):
-    base = _write_base(tmp_path / "base")
-    _checkpoint(tmp_path / "state", base)
-    config = json.loads((base / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
-    (base / "config.json").write_text(json.dumps(config))
+def _config(directory):
+    return json.loads((directory / "config.json").read_text())
 
-    export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
 
-    assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text())
+def _exported_config(directory, changed):
+    """What config.json of a start model becomes."""
+    (directory / "base" / "config.json").write_text(json.dumps(changed))
+    _checkpoint(directory / "state", directory / "base")
+    export_model(model_dir=directory / "base", source=directory / "state", out_dir=directory / "out")
+    return _config(directory / "out")
+
+
+def test_exported_config_keeps_the_keys_that_transformers_4_reads(tmp_path):
+    config = _config(_write_base(tmp_path / "base"))
+    del config["rope_parameters"], config["dtype"], config["tie_word_embeddings"]
+    old = {"rope_theta": 1e6, "transformers_version": "4.43.1", "architectures": None}
+    # Code that is not copied, and scales that the exported files do not have.
+    gone = {"auto_map": {"AutoModel": "code.Model"}, "quantization_config": {"quant_method": "fp8"}}
+
+    exported = _exported_config(tmp_path, config | old | gone | {"tie_word_embeddings": True})
+
+    own = {"architectures": ["Qwen3ForCausalLM"], "torch_dtype": "bfloat16", "tie_word_embeddings": True}
+    assert exported == config | old | own
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "out").config.rope_parameters["rope_theta"] == 1e6
+
+
+def test_exported_config_says_that_tensors_which_differ_are_not_tied(tmp_path):
+    """Such a file is two tensors to transformers 5; to vLLM and transformers 4 it would be one."""
+    config = _config(_write_base(tmp_path / "base", is_tied=False))
+
+    exported = _exported_config(tmp_path, config | {"tie_word_embeddings": True})
+
+    assert exported == config | {"dtype": "bfloat16"}
+    assert exported["tie_word_embeddings"] is False
+
+
+def test_exported_config_keeps_what_reads_images(tmp_path):
+    config = _config(write_family("gemma3-vision", _write_base(tmp_path / "base")))
+    text, vision = config["text_config"], config["vision_config"]
+    assert config["tie_word_embeddings"] is True
+    changed = {
+        "text_config": text | {"tie_word_embeddings": False},
+        "vision_config": vision | {"torch_dtype": "float32"},
+    }
+
+    exported = _exported_config(tmp_path, config | changed)
+
+    own = {"text_config": text | {"tie_word_embeddings": True}, "vision_config": vision | {"torch_dtype": "bfloat16"}}
+    assert exported == config | own | {"dtype": "bfloat16"}
+
+
+def test_exported_config_is_the_text_models_where_only_it_was_opened(tmp_path):
+    config = _config(write_family("llama4", _write_base(tmp_path / "base")))
+
+    exported = _exported_config(tmp_path, {"model_type": "llama4", "text_config": config, "dtype": "float32"})
+
+    assert exported == config | {"dtype": "bfloat16"}
+    assert exported["architectures"] == ["Llama4ForCausalLM"]
 
 
 def test_export_refuses_a_directory_in_use(tmp_path):
@@ -402,7 +450,7 @@ def test_export_that_is_cut_leaves_nothing_and_is_done_again(tmp_path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patched:
-        patched.setattr(export, "copy_tokenizer", cut)
+        patched.setattr(export, "copy_files", cut)
         with pytest.raises(KeyboardInterrupt):
             export_model(model_dir=base, source=tmp_path / "state", out_dir=tmp_path / "out")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base", "state"]

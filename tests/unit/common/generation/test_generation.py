@@ -6,6 +6,7 @@ from contextlib import contextmanager
 import numpy as np
 import pytest
 import torch
+from transformers import AutoModelForCausalLM
 from transformers.cache_utils import DynamicCache, DynamicLayer, DynamicSlidingWindowLayer, LinearAttentionLayer
 
 from heterorl.common.errors import ConfigError
@@ -41,6 +42,15 @@ def engine_of(model_dir, **changes):
 
 
 PROMPTS = [np.array(ids, np.int32) for ids in ([2, 3, 12, 4], [5], [6, 7, 8, 9, 10, 12, 2], [3, 3])]
+
+
+def test_engine_whose_draws_are_no_numbers_is_refused(tmp_path):
+    model = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path, seed=0, hidden_size=32, num_layers=1))
+    model.model.norm.weight.data.fill_(float("nan"))
+    model.save_pretrained(tmp_path)
+
+    with pytest.raises(ConfigError, match="engine.kind: .* draws with other log-probs"):
+        engine_of(tmp_path)
 
 
 @pytest.mark.parametrize("changes", [{}, {"temperature": 0.6}, {"temperature": 0.6, "logprob_mode": LogprobMode.RAW}])

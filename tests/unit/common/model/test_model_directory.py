@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from heterorl.common.errors import ConfigError
-from heterorl.common.model.model_directory import check_model_dir
+from heterorl.common.model.model_directory import check_model_dir, copy_files
 from heterorl.common.text.prompter import Prompter
 
 pytestmark = pytest.mark.process
@@ -166,16 +166,35 @@ def test_hub_id_that_is_not_cached_is_refused_where_the_hub_is_switched_off(monk
     assert "switched off" in problem_of("someone/some-model")
 
 
-def test_a_model_of_the_cache_needs_no_network(monkeypatch, tmp_path):
+@pytest.fixture
+def snapshot(monkeypatch, tmp_path):
+    """The files of someone/some-model in the cache, of a hub that does not answer."""
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     snapshot = tmp_path / "cache" / "models--someone--some-model" / "snapshots" / "abc"
     snapshot.mkdir(parents=True)
     (snapshot / "config.json").write_text("{}")
     refs = snapshot.parents[1] / "refs"
     refs.mkdir()
     (refs / "main").write_text("abc")
+    return snapshot
 
+
+def test_a_model_of_the_cache_needs_no_network(snapshot):
     check_model_dir("someone/some-model")
+
+
+def test_files_of_the_hub_are_copied_as_they_are(snapshot, tmp_path):
+    names = ("tokenizer.json", "tokenizer_config.json", "additional_chat_templates/tool_use.jinja", "spiece.model")
+    (snapshot / "additional_chat_templates").mkdir()
+    for name in (*names, "model.safetensors"):
+        (snapshot / name).write_text(name)
+    (tmp_path / "out").mkdir()
+
+    copy_files("someone/some-model", tmp_path / "out")
+
+    copied = {path.relative_to(tmp_path / "out").as_posix(): path.read_text() for path in tmp_path.glob("out/**/*.*")}
+    assert copied == {name: name for name in names}
 
 
 @pytest.mark.timeout(120)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from heterorl.common.errors import ConfigError, PromptRefused
-from heterorl.common.model.model_directory import copy_tokenizer
+from heterorl.common.model.model_directory import copy_files
 from heterorl.common.model.model_loading import TokenLimits
 from heterorl.common.tasks.task import Message, Prompt
 from heterorl.common.text.conversation import Conversation, try_prompts, try_turns
@@ -192,7 +192,7 @@ def test_a_template_for_tools_is_used_where_tools_are_shown(tmp_path):
     assert len({each.digests[1] for each in (both, plain, tools_only)}) == 3
     copied = tmp_path / "copied"
     copied.mkdir()
-    copy_tokenizer(str(tmp_path / "both"), copied)
+    copy_files(str(tmp_path / "both"), copied)
     (copied / "config.json").write_text("{}")
     assert Prompter(str(copied), use_chat_template=True).digests == both.digests
 

@@ -22,6 +22,7 @@ from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.learner.train.model import load_reference
 from tests.support.adapters import merged
+from tests.support.families import write_family
 from tests.support.learner_world import make_contract
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
@@ -113,13 +114,33 @@ def test_state_is_adapter_sized_and_training_goes_on_bit_for_bit(model_dir, tmp_
 
 
 @pytest.mark.parametrize(
-    ("targets", "problem"), [(("q_proj", "c_attn"), "no linear layer c_attn"), (("lm_head",), "output embedding")]
+    ("targets", "problem"),
+    [
+        (
+            ("q_proj", "c_attn"),
+            r"no linear layer c_attn \(name some of down_proj, gate_proj, k_proj, o_proj, q_proj, up",
+        ),
+        (("lm_head",), "output embedding"),
+    ],
 )
 def test_layers_that_cannot_be_adapted_are_refused(model_dir, targets, problem):
     with pytest.raises(ConfigError, match=problem) as caught:
         backend_of(model_dir, LoraConfig(rank=2, target_modules=targets))
 
     assert "lora.target_modules" in str(caught.value)
+
+
+def test_what_reads_images_has_no_adapters(tmp_path):
+    """Texts give them no gradient, and each would be published as it began."""
+    backend = backend_of(write_family("gemma3-vision", tmp_path), LoraConfig(rank=2))
+
+    backend.train_step(random_groups(seed=1), head_version=1, step=1)
+
+    arena = stored(backend)
+    trained = [name for name in arena.layout.by_name if name.endswith("lora_b")]
+    # Two layers of seven.
+    assert len(trained) == 14
+    assert [name for name in trained if not arena.view(name).any()] == []
 
 
 @pytest.mark.parametrize("published", ["bf16", "fp32"])

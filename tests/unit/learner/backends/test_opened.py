@@ -119,6 +119,41 @@ def test_tied_weights_may_be_there_twice_under_either_name(tmp_path):
     _assert_same(fill(opened), load_model(directory))
 
 
+def _whole(directory):
+    return load_pretrained(str(directory), dtype=torch.float32)
+
+
+@pytest.mark.parametrize("read", [open_model, _whole])
+def test_tensors_of_the_files_that_the_model_does_not_have_are_named(tmp_path, caplog, read):
+    directory = _saved(tmp_path)
+    read(directory)
+    assert "not in the model" not in caplog.text
+    # A layer that predicts further tokens, and the head of a reward model.
+    others = {"model.layers.9.self_attn.q_proj.weight": torch.ones(2, 2), "score.weight": torch.ones(2, 2)}
+    _change(directory, lambda values: values | others)
+
+    read(directory)
+
+    text = (
+        f"2 tensors in the files of {tmp_path} are not in the model, neither trained nor exported, such as model.layer"
+    )
+    assert [text in record.getMessage() for record in caplog.records if record.name.startswith("heterorl")] == [True]
+
+
+@pytest.mark.parametrize("read", [open_model, _whole])
+def test_files_with_a_bias_that_the_model_does_not_have_are_refused(tmp_path, read):
+    """Qwen2's files under Llama's name would be computed, trained and exported without."""
+    directory = _saved(tmp_path, family="Qwen2")
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps(config | {"model_type": "llama"}))
+
+    with pytest.raises(
+        ConfigError, match=r"model_dir: model\.layers\.0\.self_attn\.k_proj\.bias is in the files"
+    ) as caught:
+        read(directory)
+    assert caught.value.action == "correct config.json (model_type, attention_bias)"
+
+
 @pytest.mark.parametrize(
     ("change", "reason"),
     [

@@ -1,5 +1,8 @@
 """What the engines of a node share: a version's file and the reference's answers are made once for all of them."""
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -34,6 +37,18 @@ def test_a_versions_file_is_written_once_and_gone_after_the_last_reader(source, 
     assert len(written) == 1
     assert list(source.weights.directory.iterdir()) == []
     assert source.base() is None
+
+
+def test_a_process_starts_from_the_models_own_configuration(tmp_path):
+    """As transformers 5 writes it, it would lack keys of transformers 4."""
+    path = write_model(tmp_path / "model") / "config.json"
+    config = json.loads(path.read_text()) | {"rope_theta": 5.0}
+    path.write_text(json.dumps(config))
+    source = vllm_source(path.parent, tmp_path / "weights")
+
+    with source.written(source.base()), source.weights.whole_model() as start:
+        assert json.loads(Path(start, "config.json").read_text()) == config
+    source.close()
 
 
 def test_a_file_that_cannot_be_written_leaves_nothing(source, monkeypatch):

@@ -108,7 +108,7 @@ async def read_all(address: str, digest: Digest, number: int) -> Digest:
                     offset += len(frame)
                 return Digest(hasher.hexdigest())
             except Unreachable as error:
-                # A machine with no time for a ping within 5 s breaks links.
+                # A machine with no time for a ping within 10 s breaks links.
                 await asyncio.sleep(error.retry_after_s)
 
 

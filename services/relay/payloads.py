@@ -26,7 +26,7 @@ from heterorl.common.pull.payload_reader import DamagedFile, PayloadReader
 from heterorl.common.rpc.calls import WeightCalls
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadRef, PullPlan
-from heterorl.common.weights.payload import FRAME_BYTES
+from heterorl.common.weights.payload import FRAME_BYTES, FrameCutter
 from heterorl.relay.cache import CacheDirectory
 
 _LOG = logging.getLogger(__name__)
@@ -224,7 +224,7 @@ class Arrival:
         end = self.ref.num_bytes if stop is None else stop
         if not 0 <= offset <= end <= self.ref.num_bytes:
             raise InvalidRequest(f"bytes {offset} to {end} are not within the payload's {self.ref.num_bytes}")
-        descriptor = -1
+        descriptor, cutter = -1, FrameCutter()
         try:
             while offset < end:
                 ticket, is_over = self._bell.ticket(), self.fetching.done()
@@ -233,9 +233,10 @@ class Arrival:
                 size = os.fstat(descriptor).st_size if descriptor >= 0 else 0
                 if offset < min(size, end):
                     num_bytes = min(FRAME_BYTES, size - offset, end - offset)
-                    frame = await in_thread(os.pread, descriptor, num_bytes, offset)
-                    offset += len(frame)
-                    yield frame
+                    block = await in_thread(os.pread, descriptor, num_bytes, offset)
+                    offset += len(block)
+                    for frame in cutter.cut(block):
+                        yield frame
                 elif is_over:
                     self.fetching.result()
                     return

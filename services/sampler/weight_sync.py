@@ -1,10 +1,10 @@
 """Weight sync: watches the head, pulls and verifies versions during generation.
 
 `take` returns only a version that is verified and recorded. The sync stages the target of the delay model. If the
-learner abandoned the target, the sync stages the next version of the lineage. It never stages an older version than the
-newest one used. It refuses a version without a trusted signature or the right ancestry before it fetches a byte. After
-any other failure generation continues with the version it has. Only a run that contradicts the record (RunReplaced)
-ends the process.
+learner abandoned the target, the sync stages the next version of the lineage. A download that broke is finished first,
+though a newer version is the target by now. The sync never stages an older version than the newest one used. It refuses
+a version without a trusted signature or the right ancestry before it fetches a byte. After any other failure generation
+continues with the version it has. Only a run that contradicts the record (RunReplaced) ends the process.
 This module must never touch the engine.
 """
 
@@ -16,7 +16,7 @@ import random
 from dataclasses import dataclass
 
 from heterorl.common.api import SamplerApi
-from heterorl.common.errors import CorruptData, DiskFull, RemoteError, UnknownVersion, UntrustedVersion
+from heterorl.common.errors import Busy, CorruptData, DiskFull, RemoteError, UnknownVersion, UntrustedVersion
 from heterorl.common.identity.signing import Trust
 from heterorl.common.process.backoff import Backoff, log_level
 from heterorl.common.process.clock import Bell, Clock, ring_or_time
@@ -161,6 +161,9 @@ class WeightSync:
         if self._skipped_to > self.head_version:
             self._skipped_to = 0
         target = max(target, self.record.highest_version, self._skipped_to)
+        resumed = await self._resume(before=target)
+        if resumed is not None:
+            return resumed
         for version in range(target, self.head_version):
             try:
                 pulled = await self.puller.pull(held=self._staged, want_version=version, admit=self._admit)
@@ -179,6 +182,24 @@ class WeightSync:
         pulled = await self.puller.pull(held=self._staged, want_version=want, admit=self._admit)
         self._skipped_to = 0
         return pulled
+
+    async def _resume(self, *, before: int) -> PulledVersion | None:
+        """Finish a download that broke, of a version older than `before`.
+
+        None: there is none newer than the version in use, or it cannot be had any more.
+        """
+        begun = self.puller.begun()
+        current = NO_VERSION if self._staged is None else self._staged.version
+        if begun <= current or not self.record.highest_version <= begun < before:
+            return None
+        try:
+            return await self.puller.pull(held=self._staged, want_version=begun, admit=self._admit)
+        except (RemoteError, UntrustedVersion, CorruptData) as error:
+            # Busy: the coordinator cannot read a file of this version, perhaps never again.
+            if isinstance(error, RemoteError) and error.is_transient and not isinstance(error, Busy):
+                raise
+            _LOG.info("the broken download of version %d is given up: %s", begun, error)
+            return None
 
     async def _admit(self, plan: PullPlan) -> None:
         """Check the target's signature and ancestry by its manifest, before any payload.

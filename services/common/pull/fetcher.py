@@ -208,7 +208,7 @@ def join(path: Path, parts: dict[int, Path], digest: RunningDigest) -> Digest:
 
 
 STALL_S = 60.0
-"""A stream without a frame (at most 1 MiB) for so long fails; received bytes stay. Waits for this process's own
+"""A stream without a frame (128 KiB on slow lines) for so long fails; received bytes stay. Waits for this process's own
 bandwidth cap come on top."""
 MAX_COPIES = 8
 """Largest plan, in copies of the weights; bounds the disk used. A larger plan falls back to a snapshot."""

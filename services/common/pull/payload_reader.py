@@ -27,7 +27,7 @@ import xxhash
 from heterorl.common.errors import CorruptData, Draining, InvalidRequest
 from heterorl.common.process.threads import opened_in_thread, settle
 from heterorl.common.types.common import Digest
-from heterorl.common.weights.payload import FRAME_BYTES
+from heterorl.common.weights.payload import FRAME_BYTES, FrameCutter
 
 MAX_BLOCKS = 1 << 20
 """Blocks whose checksums are kept: 8 MiB of memory for 1 TiB of payloads."""
@@ -90,13 +90,15 @@ class PayloadReader:
             if not 0 <= offset <= end <= size:
                 raise InvalidRequest(f"bytes {offset} to {end} are not within the {size} bytes of the payload")
             ahead = _begin(file, proof, offset, end)
+            cutter = FrameCutter()
             try:
                 while offset < end:
-                    frame = await asyncio.shield(ahead)
-                    offset += len(frame)
+                    block = await asyncio.shield(ahead)
+                    offset += len(block)
                     # While this one is sent.
                     ahead = _begin(file, proof, offset, end)
-                    yield frame
+                    for frame in cutter.cut(block):
+                        yield frame
             except DamagedFile:
                 self._forget(digest)
                 raise
@@ -171,10 +173,10 @@ def _fill(descriptor: int, block: memoryview, offset: int) -> int:
 
 
 def _begin(file: BinaryIO, proof: Proof, offset: int, end: int) -> asyncio.Future[bytes]:
-    return asyncio.ensure_future(asyncio.to_thread(_read_frame, file.fileno(), proof, offset, end))
+    return asyncio.ensure_future(asyncio.to_thread(_read_block, file.fileno(), proof, offset, end))
 
 
-def _read_frame(descriptor: int, proof: Proof, offset: int, end: int) -> bytes:
+def _read_block(descriptor: int, proof: Proof, offset: int, end: int) -> bytes:
     """The next bytes of [offset, end), empty at the end; raises DamagedFile."""
     if offset >= end:
         return b""

@@ -1,8 +1,9 @@
 """Pull of a version: plan, fetch, apply to a staging copy, verify.
 
 Guarantees: the result has exactly the state of the manifest that was judged; the held version never changes; a fetch
-continues from the bytes on disk, also after a restart; a stalled link fails in bounded time. A failed check discards
-what was fetched, and the version is built another way:
+continues from the bytes on disk, also after a restart; a stalled link fails in bounded time. While a fetch is
+unfinished, the file `begun` names its version. A failed check discards what was fetched, and the version is built
+another way:
 
     merged deltas -> single deltas from the held version -> from the base model -> from a snapshot
 
@@ -15,7 +16,6 @@ The target's manifest comes with the plan; the others are listed in pages.
 import asyncio
 import contextlib
 import dataclasses
-import functools
 import logging
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +27,7 @@ from heterorl.common.identity.signing import Trust
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import Clock
+from heterorl.common.process.files import room
 from heterorl.common.pull.fallback import BELOW, Fallback, PlanBasis
 from heterorl.common.pull.fetcher import Fetcher
 from heterorl.common.types.common import Digest, peer_words
@@ -90,6 +91,17 @@ class Puller:
         """Payload bytes of the last fetch."""
         self._fallback = Fallback()
         self._base: Arena | None = None
+        self._begun = self.spool / "begun"
+
+    def begun(self) -> int:
+        """The version of an unfinished fetch; NO_VERSION if none.
+
+        It may be of an earlier process. The next plan deletes bytes that it does not name. A line that breaks within
+        each snapshot brings none to a caller who asks for the head each time.
+        """
+        with contextlib.suppress(OSError, ValueError):
+            return int(self._begun.read_text())
+        return NO_VERSION
 
     async def pull(self, *, held: PulledVersion | None, want_version: int, admit: Admit | None = None) -> PulledVersion:
         """Build `want_version` (-1: the head) from `held`.
@@ -162,6 +174,8 @@ class Puller:
         # Only after `admit`: refused versions need no manifests.
         plan = dataclasses.replace(plan, manifests=await self.chain.manifests(plan))
         self._fetcher.keep_only(plan.payloads)
+        with room(self.spool):
+            self._begun.write_text(str(plan.target_version))
         started = self.clock.monotonic()
         paths = [await self._fetcher.fetch(payload) for payload in plan.payloads]
         fetched = self.clock.monotonic()
@@ -277,15 +291,20 @@ class TrustedPuller(Puller):
         super().__post_init__()
 
     async def build(self, version: int, *, held: PulledVersion | None = None) -> PulledVersion:
-        """Build a version from `held`; waits for the coordinator as `backoff` does.
+        """Build a version (-1: the head) from `held`.
+
+        It waits for the coordinator as `backoff` does.
 
         Raises:
             UntrustedVersion: no trusted key signed it; not a byte of it was fetched.
             UnknownVersion, UnknownPayload, CorruptData: as `pull`.
         """
-        return await self.backoff.retry(
-            functools.partial(self.pull, held=held, want_version=version, admit=self._admit)
-        )
+
+        async def attempt() -> PulledVersion:
+            want = self.begun() if version == NO_VERSION else version
+            return await self.pull(held=held, want_version=want, admit=self._admit)
+
+        return await self.backoff.retry(attempt)
 
     async def _admit(self, plan: PullPlan) -> None:
         self.trust.check(plan.manifests[-1], plan.signature, version=plan.target_version)

@@ -55,7 +55,7 @@ from heterorl.v1 import evaluation_pb2, metrics_pb2, policy_pb2, rollout_pb2, ru
 PUSH_TIMEOUT_S = 120.0
 """Deadline of a push of evaluations; one of groups has the time of its bytes on top."""
 MIN_UP_BYTES_PER_S = 4096.0
-"""Slowest link whose pushes meet their deadline; pings notice a dead link in seconds."""
+"""Slowest link whose pushes meet their deadline; pings notice a dead link in 20 s."""
 _METRICS: Mapping[Service, Any] = {
     "learner": metrics_pb2.PushLearnerMetricsRequest,
     "sampler": metrics_pb2.PushSamplerMetricsRequest,

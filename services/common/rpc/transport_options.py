@@ -1,6 +1,7 @@
 """Transport settings for long, lossy links: gRPC options, bandwidth caps, frame memory.
 
-Keepalive needs over a minute to notice a stopped peer; the http2 ping timeout with unlimited pings needs seconds.
+Keepalive needs over a minute to notice a stopped peer; the http2 ping timeout with unlimited pings needs at most 20 s:
+a ping each 10 s, which waits behind what a slow line has not carried yet.
 gRPC's own retries are off, because ours carry idempotency keys. Channels dial again every few seconds at least: by
 default the wait grows to two minutes, in which a healed line stands unused.
 
@@ -31,7 +32,7 @@ MAX_MESSAGE_BYTES = 512 << 20
 
 
 def link_options(max_message_bytes: int, *, send_bytes: int = 0) -> list[tuple[str, int]]:
-    """Options of a link: limits before parsing, dead peers noticed in seconds.
+    """Options of a link: limits before parsing, dead peers noticed.
 
     `send_bytes` is the limit of sent messages, where it differs from the limit of received ones.
     """
@@ -40,9 +41,10 @@ def link_options(max_message_bytes: int, *, send_bytes: int = 0) -> list[tuple[s
         ("grpc.max_send_message_length", send_bytes or max_message_bytes),
         ("grpc.max_metadata_size", 8 * 1024),
         ("grpc.keepalive_time_ms", 10_000),
-        ("grpc.keepalive_timeout_ms", 5_000),
+        ("grpc.keepalive_timeout_ms", 10_000),
         ("grpc.keepalive_permit_without_calls", 1),
-        ("grpc.http2.ping_timeout_ms", 5_000),
+        # A queue of 300 ms at 1 Mbit/s breaks streams at 5 s.
+        ("grpc.http2.ping_timeout_ms", 10_000),
         ("grpc.http2.max_pings_without_data", 0),
         ("grpc.max_reconnect_backoff_ms", 5_000),
         ("grpc.enable_retries", 0),

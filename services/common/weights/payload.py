@@ -20,6 +20,7 @@ size and the caller's chunks before use. A file gets its name only when all of i
 """
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -45,7 +46,11 @@ _RECORD = Struct("<IQQ")
 _CHECKSUM = Struct("<Q")
 _BLOCK_BYTES = 1 << 20
 FRAME_BYTES = 1 << 20
-"""Payloads travel in frames of at most this size."""
+"""Payloads travel in frames of at most this size; each block of it in a file has a checksum."""
+SLOW_BYTES = 1 << 17
+"""Frames on a slow line: a ping waits behind them, and a line that breaks loses the unfinished ones."""
+SLOW_S = 1.0
+"""A line is slow if a block of FRAME_BYTES takes so long."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -173,6 +178,21 @@ def _header_bytes(header: Header) -> bytes:
         _RECORD.pack(record.method, record.num_bytes, record.checksum) for record in header.records
     )
     return _HEAD.pack(MAGIC, len(data)) + data + _CHECKSUM.pack(xxhash.xxh3_64_intdigest(data))
+
+
+class FrameCutter:
+    """Cuts one stream's blocks into frames, small ones on slow lines."""
+
+    def __init__(self, now: Callable[[], float] = time.perf_counter) -> None:
+        self._now = now
+        self._size = SLOW_BYTES
+
+    def cut(self, block: bytes) -> Iterator[bytes]:
+        """Yield frames; asked for the next one, the line took one."""
+        began = self._now()
+        for start in range(0, len(block), self._size):
+            yield block[start : start + self._size]
+        self._size = SLOW_BYTES if self._now() - began >= SLOW_S else FRAME_BYTES
 
 
 def file_digest(path: Path) -> Digest:

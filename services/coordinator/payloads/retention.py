@@ -27,7 +27,7 @@ from dataclasses import dataclass
 from heterorl.common.pull.fetcher import STALL_S
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.common.weights.payload import FRAME_BYTES
+from heterorl.common.weights.payload import SLOW_BYTES
 from heterorl.coordinator.versions.pull_plans import cheapest_way
 
 MAX_LEASES = 4096
@@ -49,7 +49,7 @@ class PullLeases:
     def grant(self, *, have_version: int | None, payloads: tuple[PayloadRef, ...], now: float) -> None:
         if payloads:
             plan = (have_version, tuple(payload.digest for payload in payloads))
-            num_frames = sum(payload.num_bytes // FRAME_BYTES + 1 for payload in payloads)
+            num_frames = sum(payload.num_bytes // SLOW_BYTES + 1 for payload in payloads)
             self._renew(plan, now, latest=now + self._term_s + num_frames * STALL_S)
             while len(self._ends) > MAX_LEASES:
                 self._forget(next(iter(self._ends)))

@@ -62,7 +62,8 @@ class TrainBackend(Protocol):
 
     def restore(self, directory: Path) -> None:
         """Read the files of `freeze`.
-        The next step is then bit for bit the step after it.
+        The next step is then bit for bit the step after it. With several ranks this needs a gradient of each parameter
+        in a step before: they store one count of Adam's steps for all.
 
         Raises CorruptStore: a file is missing, broken, or of another model.
         """

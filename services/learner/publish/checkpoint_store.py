@@ -134,8 +134,6 @@ def cursor_from_bytes(data: bytes) -> Cursor:
         if table["format"] != CURSOR_FORMAT:
             raise CorruptStore(f"a cursor of format {table['format']}, known is {CURSOR_FORMAT}")
         del table["format"]
-        # Earlier programs wrote it.
-        table.pop("dead_band_ulp", None)
         table["manifest"] = bytes.fromhex(table["manifest"])
         table["consumed"] = [dict(zip(_GROUP, entry, strict=True)) for entry in table["consumed"]]
         return value_of_row(Cursor, table)

@@ -22,7 +22,7 @@ from heterorl.common.types.policy import NO_VERSION, Manifest, PayloadKind, Payl
 from heterorl.common.weights import payload as payload_file
 from heterorl.common.weights.arena import Arena
 from heterorl.common.weights.manifest import build_manifest
-from heterorl.common.weights.payload import FRAME_BYTES, NO_ROOT, PayloadInfo
+from heterorl.common.weights.payload import FRAME_BYTES, NO_ROOT, FrameCutter, PayloadInfo
 from heterorl.common.wire.policy_messages import manifest_digest, manifest_from_bytes, manifest_to_bytes
 from heterorl.learner.backends.ranks.sharded_weights import ShardedArena
 from heterorl.learner.backends.train_backend import Weights
@@ -179,10 +179,12 @@ async def _durable(api: LearnerApi, digest: Digest, before: int, backoff: Backof
 async def _frames(path: Path, payload: PayloadRef, offset: int) -> AsyncGenerator[bytes, None]:
     with path.open("rb") as file:
         file.seek(offset)
-        while frame := await asyncio.to_thread(file.read, min(FRAME_BYTES, payload.num_bytes - offset)):
-            offset += len(frame)
-            BYTES.labels(payload.kind.value, "out").inc(len(frame))
-            yield frame
+        cutter = FrameCutter()
+        while block := await asyncio.to_thread(file.read, min(FRAME_BYTES, payload.num_bytes - offset)):
+            offset += len(block)
+            for frame in cutter.cut(block):
+                BYTES.labels(payload.kind.value, "out").inc(len(frame))
+                yield frame
 
 
 async def commit(

@@ -4,7 +4,16 @@ import errno
 
 import pytest
 
-from heterorl.common.errors import ContractMismatch, InvalidRequest, MalformedPayload, UnknownVersion, Unreachable
+from heterorl.common.errors import (
+    Busy,
+    ContractMismatch,
+    InvalidRequest,
+    MalformedPayload,
+    RemoteError,
+    UnknownPayload,
+    UnknownVersion,
+    Unreachable,
+)
 from heterorl.sampler.weight_sync import MAX_SKIPPED
 from tests.support.sampler_world import World
 
@@ -182,3 +191,86 @@ async def test_full_disk_under_the_weights_is_said_once_and_tried_again_soon(wor
     await world.until(lambda: world.engine.version == 0)
     assert world.sampler.policy.problem == ""
     assert "the disk has room again: version 0 is here" in caplog.text
+
+
+class BreakingLine:
+    """Carries 60 % of a version's first payload, then breaks; meanwhile a newer snapshot is published."""
+
+    def __init__(self, world):
+        self.world = world
+        self.num_breaks = 0
+        self.is_whole = False
+        self.refused = {}
+        """Errors of plans and reads of a version."""
+        world.link.replaced.update(read_payload=self.read_payload, plan_pull=self.plan_pull)
+
+    async def plan_pull(self, **wanted):
+        plan = await self.world.core.plan_pull(**wanted)
+        self.planned = plan.target_version
+        self.num_left = plan.payloads[0].num_bytes * 3 // 5
+        if isinstance(error := self.refused.get(self.planned), RemoteError) and not isinstance(error, Busy):
+            raise error
+        return plan
+
+    async def read_payload(self, *, digest, offset):
+        if self.planned in self.refused:
+            raise self.refused[self.planned]
+        async for frame in self.world.core.read_payload(digest=digest, offset=offset):
+            if self.is_whole or len(frame) <= self.num_left:
+                yield frame
+                continue
+            yield frame[: self.num_left]
+            await self.world.run.publish(snapshot=True)
+            await self.world.core.collector.work()
+            self.num_breaks += 1
+            raise Unreachable("the line broke")
+
+
+@pytest.mark.parametrize("restarts", [False, True], ids=["goes_on", "restarts"])
+async def test_line_that_breaks_within_each_snapshot_still_brings_one(world, restarts):
+    """Each newer head has a newer snapshot: pulls of the head would begin anew and never end."""
+    await world.run.publish()
+    line = BreakingLine(world)
+    world.start()
+    await world.until(lambda: line.num_breaks == 1)
+    if restarts:
+        await world.kill()
+        world.start()
+    await world.until(lambda: world.engine.version >= 0 or line.num_breaks == 9, step_s=1.0)
+
+    assert world.engine.loaded[:1] == [(0, world.run.roots[0])]
+    line.is_whole = True
+    await world.until(lambda: world.engine.version == world.run.head)
+    assert list((world.directory / "site" / "incoming").iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    "error", [UnknownVersion("gone"), UnknownPayload("gone"), Busy("unreadable"), MalformedPayload("damaged")]
+)
+async def test_broken_download_that_cannot_be_finished_makes_room_for_the_head(world, error):
+    await world.run.publish()
+    line = BreakingLine(world)
+    line.refused[0] = error
+    world.start()
+    incoming = world.directory / "site" / "incoming"
+    (incoming / "begun").write_text("0")
+    await world.run.publish(snapshot=True)
+    line.is_whole = True
+    await world.until(lambda: world.engine.version == 1, step_s=1.0)
+
+    assert world.engine.loaded == [(1, world.run.roots[1])]
+
+
+@pytest.mark.parametrize("begun", ["4", "1", "four", ""])
+async def test_download_that_the_delay_hides_or_the_record_forbids_is_not_finished(world, begun):
+    world.settings = {"delay": {"kind": "fixed", "unit": "versions", "value": 2}}
+    for _ in range(5):
+        await world.run.publish(snapshot=True)
+    world.start()
+    await world.until(lambda: world.engine.version == 2)
+    await world.kill()
+    (world.directory / "site" / "incoming" / "begun").write_text(begun)
+    world.start()
+    await world.until(lambda: world.engine.version >= 0)
+
+    assert world.engine.loaded == [(2, world.run.roots[2])]

@@ -267,7 +267,8 @@ async def test_spool_holds_one_plan_at_most(world):
         await puller.pull(held=None, want_version=0)
 
     snapshot = (await api.plan_pull(have_version=-1, have_root="", want_version=0)).payloads[0]
-    assert [path.name for path in (tmp_path / "spool").iterdir()] == [snapshot.digest]
+    assert sorted(path.name for path in (tmp_path / "spool").iterdir()) == sorted([snapshot.digest, "begun"])
+    assert puller.begun() == 0
 
 
 async def test_stream_that_is_longer_than_stated_is_refused_and_closed(world):

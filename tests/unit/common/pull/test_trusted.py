@@ -9,6 +9,7 @@ from heterorl.common.identity.signing import Trust
 from heterorl.common.process.backoff import Backoff
 from heterorl.common.process.clock import SystemClock
 from heterorl.common.pull.puller import TrustedPuller
+from heterorl.common.types.policy import NO_VERSION
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from tests.support.clock import ManualClock
@@ -63,6 +64,23 @@ async def test_broken_links_are_waited_for_and_each_that_brought_bytes_is_the_fi
     assert pulled.arena.state_root() == run.roots[0]
     assert api.offsets == [0, 10, 20, 30, 40, 50]
     assert seen == [0] * 5
+
+
+async def test_head_of_a_download_that_breaks_stays_the_same(world):
+    api, run, path = world
+    plan_pull = api.plan_pull
+
+    async def plan_and_publish(**wanted):
+        plan = await plan_pull(**wanted)
+        await run.publish(snapshot=True)
+        return plan
+
+    api.plan_pull = plan_and_publish
+    backoff = Backoff(clock=SystemClock(), rng=random.Random(0), base_s=1e-3)
+    pulled = await trusting(api, path, backoff).build(NO_VERSION)
+
+    assert (pulled.version, run.head) == (0, 6)
+    assert api.offsets == [0, 10, 20, 30, 40, 50]
 
 
 async def test_version_that_no_trusted_key_signed_is_refused_before_a_byte_is_fetched(world):

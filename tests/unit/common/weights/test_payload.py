@@ -12,7 +12,16 @@ from heterorl.common.errors import CorruptData, StateMismatch
 from heterorl.common.types.policy import Manifest
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec, state_root
 from heterorl.common.weights.manifest import build_manifest, verify_child, verify_state
-from heterorl.common.weights.payload import apply_payload, file_digest, write_delta, write_snapshot
+from heterorl.common.weights.payload import (
+    FRAME_BYTES,
+    SLOW_BYTES,
+    SLOW_S,
+    FrameCutter,
+    apply_payload,
+    file_digest,
+    write_delta,
+    write_snapshot,
+)
 
 SPECS = [
     TensorSpec(name="norm", dtype="fp32", shape=(7,)),
@@ -233,3 +242,21 @@ def test_snapshot_that_hides_a_difference_is_refused(tmp_path):
 
     with pytest.raises(CorruptData, match="coded as a difference"):
         apply_payload(tmp_path / "delta", Arena(LAYOUT), expected_from_root=None)
+
+
+def test_frames_are_small_while_a_block_takes_a_second():
+    now = [0.0]
+    cutter = FrameCutter(lambda: now[0])
+
+    def sizes(block_s):
+        frames = []
+        for frame in cutter.cut(bytes(FRAME_BYTES)):
+            frames.append(len(frame))
+            now[0] += block_s * len(frame) / FRAME_BYTES
+        assert sum(frames) == FRAME_BYTES
+        return frames[0]
+
+    # The first block shows how fast the line is, and each later one the next.
+    assert [sizes(block_s) for block_s in (SLOW_S, 0.5, 0.5, SLOW_S, 9.0, 0.5)] == [
+        SLOW_BYTES, SLOW_BYTES, FRAME_BYTES, FRAME_BYTES, SLOW_BYTES, SLOW_BYTES,
+    ]  # fmt: skip

@@ -5,7 +5,7 @@ import dataclasses
 from heterorl.common.pull.fetcher import STALL_S
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import PayloadKind, PayloadRef
-from heterorl.common.weights.payload import FRAME_BYTES
+from heterorl.common.weights.payload import SLOW_BYTES
 from heterorl.coordinator.payloads import retention as pull_leases
 from heterorl.coordinator.payloads.retention import PullLeases
 
@@ -74,7 +74,7 @@ def test_frames_of_a_pull_without_progress_renew_its_plan_for_so_long_as_the_slo
     leases = PullLeases(term_s=600.0, started=0.0)
     (payload,) = payloads("a")
     # At most 100 frames, each within 60 s; the first term comes on top.
-    leases.grant(have_version=0, payloads=(dataclasses.replace(payload, num_bytes=99 * FRAME_BYTES + 1),), now=0.0)
+    leases.grant(have_version=0, payloads=(dataclasses.replace(payload, num_bytes=99 * SLOW_BYTES + 1),), now=0.0)
     for now in range(0, 10_000, 500):
         leases.touch("a", now)
         assert leases.payloads(now) == ({"a"} if now < 100 * STALL_S + 600 else frozenset())

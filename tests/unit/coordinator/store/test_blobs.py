@@ -17,7 +17,7 @@ from heterorl.common.errors import Busy, CorruptStore, DigestMismatch, InvalidRe
 from heterorl.common.pull.payload_reader import PayloadReader
 from heterorl.common.types.common import Digest
 from heterorl.common.types.policy import NO_VERSION, PayloadKind, PayloadRef
-from heterorl.common.weights.payload import FRAME_BYTES
+from heterorl.common.weights.payload import FRAME_BYTES, SLOW_BYTES
 from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.policy_column import PolicyColumn
@@ -172,11 +172,11 @@ async def test_two_senders_of_one_payload_take_turns(tmp_path):
 
 async def test_content_is_read_in_frames_of_a_bounded_size(tmp_path):
     blobs = store(tmp_path, max_payload_bytes=10 << 20)
-    data = os.urandom(2 * FRAME_BYTES + 5)
+    data = os.urandom(FRAME_BYTES + 5)
     await blobs.append(digest=digest_of(data), num_bytes=len(data), offset=0, frames=frames(data))
     digest = digest_of(data)
     sizes = [len(frame) async for frame in PayloadReader().read(digest, blobs.path(digest), offset=0)]
-    assert sizes == [FRAME_BYTES, FRAME_BYTES, 5]
+    assert sizes == [SLOW_BYTES] * (FRAME_BYTES // SLOW_BYTES) + [5]
 
 
 @pytest.mark.parametrize(("code", "error"), [(errno.EIO, CorruptStore), (errno.ENOSPC, StoreFull)])

@@ -77,11 +77,6 @@ class LossSpec:
         return self.clip in ("truncate", "drop")
 
     @property
-    def removes_clipped(self) -> bool:
-        """Whether a term that the clip acts on has no gradient."""
-        return self.clip not in ("preserve", "truncate")
-
-    @property
     def has_group_denominator(self) -> bool:
         """Whether all rollouts of a group share one denominator."""
         return self.denominator != "own"

@@ -146,13 +146,14 @@ def ratio_objective(
     """
     # The decision is made once, so that what is reported as clipped is exactly what the clip acted on.
     advantages = advantages_B1.detach()
-    weights = log_weights.clamp(max=max_log_weight).exp()
+    capped = log_weights.clamp(max=max_log_weight)
+    weights = capped.exp()
     own = weights.detach()
     decision = own if decision_log_weights is None else decision_log_weights.detach().clamp(max=MAX_LOG_WEIGHT).exp()
     is_outside = ((advantages > 0) & (decision > high)) | ((advantages < 0) & ((decision < low) | (decision > dual)))
     bounded = torch.where(advantages < 0, decision.clamp(low, dual), decision.clamp(low, high))
     if is_preserving:
-        bounded = bounded * (1.0 + (log_weights - log_weights.detach()))
+        bounded = bounded * (1.0 + (capped - capped.detach()))
     values = torch.where(is_outside, bounded, weights) * advantages
     return Objective(values=values, weights=own, is_clipped=is_outside | (log_weights.detach() > max_log_weight))
 

@@ -17,7 +17,7 @@ Suffixes: R rows of S tokens for the model; B sequences of T drawn tokens for th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -127,17 +127,17 @@ def build_batch(groups: Sequence[Group], *, loss: LossConfig, head_version: int 
     or a reward is outside the range of the advantage.
     """
     spec = loss_spec_of(loss)
-    scales = _prompt_scales(groups) if spec.advantage == "beta" else [1.0] * len(groups)
+    kept = {number: group for number, group in enumerate(groups) if not spec.drop_uniform_groups or has_signal(group)}
+    scales = _prompt_scales(kept.values()) if spec.advantage == "beta" else [1.0] * len(kept)
     sequences = [
         sequence
-        for number, (group, scale) in enumerate(zip(groups, scales, strict=True))
-        if not spec.drop_uniform_groups or has_signal(group)
+        for (number, group), scale in zip(kept.items(), scales, strict=True)
         for sequence in _sequences(group, spec, number=number, scale=scale, head_version=head_version)
     ]
     return Batch(sequences=tuple(replace(sequence, row=row) for row, sequence in enumerate(sequences)))
 
 
-def _prompt_scales(groups: Sequence[Group]) -> list[float]:
+def _prompt_scales(groups: Collection[Group]) -> list[float]:
     """BNPO's weight of each group.
     Groups of one prompt are pooled, so that a prompt counts once in the moments."""
     rewards: dict[bytes, list[float]] = {}

@@ -33,6 +33,7 @@ from heterorl.learner.train.batch import has_signal
 
 SEQUENCE_RATIO_CAP = 8.0
 """Largest sequence ratio in the effective sample size of losses without weights of rollouts, except `ess_uncapped`."""
+_ROUNDING = 1e-9
 LogRatios = Mapping[tuple[int, int], Float32Array]
 """log p - log q of each drawn token, nats, by positions of group and rollout in the step."""
 
@@ -114,10 +115,13 @@ def _trained(spec: LossSpec, inputs: LossInputs, terms: LossTerms) -> torch.Tens
         return values if values.dim() == 2 else values[:, None]
 
     shares_BT = terms.is_kept_BT.double() * wide(terms.weights).clamp(max=1.0)
-    if spec.removes_clipped:
+    if spec.clip != "truncate":
+        # Of terms that the clip acts on, `preserve` takes the gradient of those at the cap only.
+        is_capped = terms.weights.log() >= spec.max_log_weight - _ROUNDING
+        is_removed = is_capped if spec.clip == "preserve" else terms.is_clipped
         # A bad rollout's own weight is truncated, and keeps its gradient.
         is_truncated_B = (inputs.advantages_B < 0) & (spec.negative_weight != "own")
-        shares_BT = shares_BT.masked_fill(wide(terms.is_clipped) & ~is_truncated_B[:, None], 0.0)
+        shares_BT = shares_BT.masked_fill(wide(is_removed) & ~is_truncated_B[:, None], 0.0)
     return masked_mean(shares_BT, inputs.mask_BT)
 
 
@@ -133,10 +137,10 @@ def join(samples: Sequence[SequenceSample]) -> SequenceSample:
 
 def ess_fraction(weights_M: torch.Tensor) -> float:
     """Effective share of the samples, (sum w)^2 / (M sum w^2).
-    It is in (0, 1], and 0 without any weight."""
+    It is in (0, 1], and 0 without any weight or with one that is not finite."""
     # Scaled first: the squares of weights near e^-400 would all be 0.
     largest = weights_M.max() if weights_M.numel() else torch.zeros(())
-    if not largest > 0:
+    if not 0.0 < largest < math.inf:
         return 0.0
     scaled_M = weights_M / largest
     return float(scaled_M.sum() ** 2 / (scaled_M.numel() * (scaled_M**2).sum()))

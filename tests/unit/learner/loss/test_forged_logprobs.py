@@ -90,6 +90,15 @@ def test_without_the_bound_a_forged_rollout_owns_the_step():
     assert _worst(GepoConfig(max_log_weight=20.0)) > 1e4
 
 
+@pytest.mark.parametrize("clip", ["zero", "preserve"])
+def test_good_rollouts_beyond_the_bound_have_no_gradient(clip):
+    groups = groups_of([[[-30.0], [-1.0]]], [[1.0, 0.0]])
+
+    outcome = run_loss(GspoConfig(clip=clip, sampler_kl=0.0), [[-1.0], [-1.0]], groups)
+
+    assert [bool(gradient.any()) for gradient in outcome.gradients] == [False, True]
+
+
 def test_default_algorithm_keeps_the_direction_of_its_step():
     honest = _gradient(GepoConfig())
     for value in FORGED:

@@ -155,6 +155,19 @@ def test_bnpo_divides_by_the_density_of_the_steps_prompts():
     assert advantages == pytest.approx(expected, abs=1e-9)
 
 
+def test_bnpo_fits_the_density_without_the_groups_that_the_loss_drops():
+    groups = [_group_of([1.0, 0.0, 0.0, 0.0], prompt=[1]), _group_of([1.0, 1.0, 0.0, 0.0], prompt=[2])]
+    dropped = _group_of([1.0, 1.0, 1.0, 1.0], prompt=[3])
+    loss = BnpoConfig(drop_uniform_groups=True)
+
+    found = [
+        [(sequence.group, sequence.advantage) for sequence in build_batch(step, loss=loss).sequences]
+        for step in ([*groups, dropped], groups)
+    ]
+
+    assert found[0] == found[1]
+
+
 def test_bnpo_counts_a_prompt_once_however_many_groups_it_has():
     once = [_group_of([0.5, 0.0], prompt=[1]), _group_of([1.0, 0.0], prompt=[2]), _group_of([1.0, 0.75], prompt=[3])]
     twice = [*once, _group_of([0.5, 0.0], prompt=[1], sequence=9)]

@@ -1,5 +1,6 @@
 """Numbers by which algorithms are compared, on the golden rollouts and on values small enough to do by hand."""
 
+import functools
 import math
 
 import pytest
@@ -9,13 +10,14 @@ from heterorl.learner.loss.loss_config import (
     GepoConfig,
     GepoProductConfig,
     GepoWholeConfig,
+    GmpoConfig,
     GrpoConfig,
     GspoConfig,
     ReinforceConfig,
     ToprConfig,
 )
 from heterorl.learner.loss.loss_spec import loss_spec_of
-from heterorl.learner.train.step_report import SequenceSample, step_size_factor
+from heterorl.learner.train.step_report import SequenceSample, ess_fraction, step_size_factor
 from tests.support.losses import golden_sample
 
 F64 = torch.float64
@@ -44,6 +46,11 @@ def test_step_size_may_be_scaled_by_ratios_up_to_the_largest_weight_whatever_the
     expected = (math.exp(2.5) + math.exp(3.0)) ** 2 / (2 * (math.exp(5.0) + math.exp(6.0)))
     assert step_size_factor(loss_spec_of(gepo), _products([2.5, 1e6])) == pytest.approx(math.sqrt(expected), abs=1e-12)
     assert step_size_factor(loss_spec_of(gepo), _products([])) == 0.0
+
+
+@pytest.mark.parametrize("largest", [math.inf, math.nan])
+def test_a_custom_losss_weight_that_is_not_finite_leaves_no_effective_sample(largest):
+    assert ess_fraction(torch.tensor([1.0, 2.0, largest], dtype=F64)) == 0.0
 
 
 def _products(values):
@@ -87,6 +94,15 @@ def test_share_of_bad_rollouts_that_train(config, shares, parts):
     bad = sample.trained_B[sample.advantages_B < 0].tolist()
 
     assert sorted(bad, reverse=True) == pytest.approx(shares, abs=1e-10)
+
+
+@pytest.mark.parametrize("config", [GspoConfig, GmpoConfig, functools.partial(GspoConfig, clip="preserve")])
+def test_bad_rollouts_beyond_the_largest_weight_do_not_count_as_trained(config):
+    # Mean ratios of e^0.088 and e^0.132, of GMPO up to its clip.
+    sample, capped = (golden_sample(config(**cap), rewards=[0.0, 1.0, 0.0, 1.0]) for cap in ({}, {"max_log_weight": 0.05}))
+
+    assert sample.trained_B[sample.advantages_B < 0].min() > 0.5
+    assert capped.trained_B[capped.advantages_B < 0].tolist() == [0.0, 0.0]
 
 
 @pytest.mark.parametrize("config", [GepoProductConfig(), GspoConfig(negative_weight="product")])

@@ -193,7 +193,7 @@ def problems(
     if service == "learner":
         from heterorl.learner.train.custom_loss_check import check_custom_loss
 
-        yield from _problem(lambda: check_custom_loss(config.loss, has_reference=config.backend.has_reference))
+        yield from _problem(lambda: check_custom_loss(config.loss))
     from heterorl.common.text.prompter import Prompter
 
     prompter: list[Any] = []

@@ -16,7 +16,7 @@ from heterorl.common.process.config_file import Config, checked
 from heterorl.common.process.tracing import TracingConfig
 from heterorl.common.types.common import SamplingSemantics
 from heterorl.learner.checks.findings import VerificationConfig
-from heterorl.learner.loss.loss_config import GepoConfig, LossConfig, check_reference
+from heterorl.learner.loss.loss_config import GepoConfig, LossConfig
 from heterorl.learner.train.backend_config import BackendConfig, TorchBackendConfig
 
 
@@ -149,7 +149,14 @@ class LearnerConfig(ContractConfig):
         """Raise ConfigError for keys that the backend cannot follow."""
         if self.lora.is_on and self.backend.kind == "deepspeed":
             raise ConfigError("lora", "backend deepspeed trains all weights", action="use backend fsdp2 or torch")
-        check_reference(self.loss, is_needed=self.loss.reference_kl > 0.0, has_reference=self.backend.has_reference)
+        key = self.loss.reference_key
+        if key and not self.backend.has_reference:
+            problem = "needs log-probs of a reference model, which this backend does not divide"
+            action = 'set backend.kind to "fsdp2" or "torch", or take another loss'
+            raise ConfigError(f"loss.{key}", problem, action=action)
+        if getattr(self.backend, "reference_model_dir", "") and not key:
+            action = "set loss.reference_kl above 0, or remove backend.reference_model_dir"
+            raise ConfigError("backend.reference_model_dir", "the loss reads no reference model", action=action)
 
     @model_validator(mode="after")
     def _check_pairs(self) -> LearnerConfig:
@@ -184,8 +191,8 @@ class LearnerConfig(ContractConfig):
                 ' or router_replay to "none"'
             )
         # The reference model would route by itself, and the loss pull the policy towards other experts.
-        if self.loss.reference_kl > 0.0 or getattr(self.loss, "reads_reference", False):
-            key, off = ("reference_kl", "0") if self.loss.reference_kl > 0.0 else ("reads_reference", "false")
+        if key := self.loss.reference_key:
+            off = "0" if key == "reference_kl" else "false"
             raise ValueError(
                 f"sampling.router_replay with loss.{key}: the reference model does not replay; set loss.{key} to {off},"
                 ' or router_replay to "none"'

@@ -66,7 +66,7 @@ def assemble(config: LearnerConfig, *, num_ranks: int = 1, rank_env: RankEnv | N
     config.check_backend()
     signer = None if config.signing_key is None else load_signer(config.signing_key)
     check_model_dir(config.model_dir)
-    check_custom_loss(config.loss, has_reference=config.backend.has_reference)
+    check_custom_loss(config.loss)
     # First: other ranks do not wait for the task, and a machine with another model is found at once.
     rank_group = None if rank_env is None else _join_launched(config, rank_env)
     prompter = Prompter.of(config)

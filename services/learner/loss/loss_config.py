@@ -9,11 +9,10 @@ renderers drop.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, JsonValue, model_validator
 
-from heterorl.common.errors import ConfigError
 from heterorl.common.process.config_file import Config
 from heterorl.common.tasks.source_config import Directory
 
@@ -55,6 +54,23 @@ class LossOptions(Config):
     """Learning rate as set (`constant`), or times sqrt(ESS / rollouts) with rollouts' ratios capped at 8 (`ess`; kinds
     `gepo*`, `eqp`: their weights) or e^max_log_weight (`ess_uncapped`)."""
 
+    @property
+    def reference_key(self) -> str:
+        """The key by which it reads a reference model; empty: it reads none."""
+        if self.reference_kl > 0.0:
+            return "reference_kl"
+        return "reads_reference" if getattr(self, "reads_reference", False) else ""
+
+    @model_validator(mode="after")
+    def _check_length_power(self) -> LossOptions:
+        return self._check_used("length_power", is_used=self.aggregation == "length_power", by="that aggregation")
+
+    def _check_used(self, key: str, *, is_used: bool, by: str) -> Self:
+        """Refuse a changed key that this loss does not read."""
+        if not is_used and getattr(self, key) != type(self).model_fields[key].default:
+            raise ValueError(f"{key} has no effect without {by}: remove it, or set that")
+        return self
+
 
 class RatioLossConfig(LossOptions):
     """Keys of clipped-ratio losses."""
@@ -85,6 +101,15 @@ class SequenceLossConfig(RatioLossConfig):
     """Weight of good rollouts: the loss's `own`, or TOPR's 1 without (`one`) or with (`one_clipped`) the upper clip."""
     negative_weight: Literal["own", "one", "product"] = "own"
     """Weight of bad rollouts: the loss's `own` with its clip, 1 (`one`), or TOPR's min(1, prod_t p / q) (`product`)."""
+
+    @model_validator(mode="after")
+    def _check_clip(self) -> Self:
+        clips, is_own = self.clip != "none", self.negative_weight == "own"
+        has_low, has_high = clips and is_own, clips and self.positive_weight != "one"
+        self._check_used("eps_low", is_used=has_low, by='clip and negative_weight = "own"')
+        self._check_used("eps_high", is_used=has_high, by='clip and positive_weight = "own" or "one_clipped"')
+        self._check_used("clip_on", is_used=has_low or has_high, by="a clip of good or bad rollouts")
+        return self._check_used("dual_clip", is_used=is_own, by='negative_weight = "own"')
 
 
 class GroupDenominatorConfig(SequenceLossConfig):
@@ -405,11 +430,3 @@ LossConfig = Annotated[
     | CustomLossConfig,
     Field(discriminator="kind"),
 ]
-
-
-def check_reference(loss: LossConfig, *, is_needed: bool, has_reference: bool) -> None:
-    """Raise ConfigError if the backend lacks a reference model it needs."""
-    if is_needed and not has_reference:
-        key = "loss.reference_kl" if loss.reference_kl > 0.0 else "loss.function"
-        problem = "needs log-probs of a reference model, which this backend does not divide"
-        raise ConfigError(key, problem, action='set backend.kind to "fsdp2" or "torch", or take another loss')

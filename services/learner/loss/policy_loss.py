@@ -158,7 +158,8 @@ def _sequence_objective(
     objective = _objective(spec, log_weights, learner_BT, advantages_B1, decision=decision)
     if is_token_clipped_BT is None:
         return objective
-    return Objective(values=objective.values, weights=objective.weights, is_clipped=is_token_clipped_BT | objective.is_clipped)
+    is_clipped_BT = is_token_clipped_BT | objective.is_clipped
+    return Objective(values=objective.values, weights=objective.weights, is_clipped=is_clipped_BT)
 
 
 def _log_denominators(

@@ -32,9 +32,9 @@ class _Training(Config):
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """Decay after warm-up, by steps of the run, restarts included."""
     lr_decay_steps: int = Field(default=0, ge=0)
-    """Step at which `linear` and `cosine` reach lr * lr_final_ratio; both need it, usually max_steps."""
+    """Steps after which `linear` and `cosine` have reached lr * lr_final_ratio; both need it, usually max_steps."""
     lr_final_ratio: float = Field(default=0.0, ge=0.0, le=1.0)
-    """Share of lr left at lr_decay_steps; 0 ends learning there."""
+    """Share of lr left after lr_decay_steps; 0 ends learning then."""
     micro_batch_tokens: int = Field(default=16384, ge=1)
     """Tokens of one pass, padding included; a longer rollout has its own pass."""
     batching: Literal["padded", "packed"] = "padded"
@@ -93,7 +93,7 @@ class _Training(Config):
     @property
     def has_reference(self) -> bool:
         """Whether it computes log-probs of a reference model."""
-        return True
+        return isinstance(self, _Reference)
 
     def rate(self, *, step: int, applied_steps: int) -> float:
         """Step size: lr * min(1, (applied_steps + 1) / warmup_steps) * decay(step - 1).
@@ -115,15 +115,20 @@ class _Training(Config):
         return self.lr_final_ratio + (1.0 - self.lr_final_ratio) * left
 
 
-class TorchBackendConfig(_Training):
+class _Reference(_Training):
+    """Keys of backends with a reference model."""
+
+    reference_model_dir: str = ""
+    """Frozen model for loss.reference_kl and loss.reads_reference; empty: model_dir. fsdp2 shards it, 4 bytes a
+    parameter."""
+
+
+class TorchBackendConfig(_Reference):
     """One process on a CPU or one GPU."""
 
     kind: Literal["torch"] = "torch"
     device: str = Field(default="cpu", pattern=r"^(cpu|cuda(:[0-9]+)?)$")
     """Device of the weights."""
-    reference_model_dir: str = ""
-    """Frozen model for loss.reference_kl and loss.reads_reference; empty: model_dir. fsdp2 shards it, 4 bytes a
-    parameter."""
 
 
 class _Ranks(_Training):
@@ -137,6 +142,9 @@ class _Ranks(_Training):
     between steps, without copy. Needs overlap_publication."""
     device: Literal["cpu", "cuda"] = "cpu"
     """`cpu`, or `cuda`: the GPU that LOCAL_RANK numbers."""
+    offload_optimizer: bool = False
+    """Keep masters and moments in host memory and step there; not in ZeRO stage 0. fsdp2: gradients too, and each pass
+    copies weights as fp32."""
 
 
 class DeepSpeedBackendConfig(_Ranks):
@@ -146,9 +154,6 @@ class DeepSpeedBackendConfig(_Ranks):
     kind: Literal["deepspeed"] = "deepspeed"
     stage: Literal[0, 1, 2, 3] = 2
     """Ranks shard `0` nothing, `1` optimizer and masters, `2` gradients too, `3` weights too."""
-    offload_optimizer: bool = False
-    """Keep masters and moments in host memory and step there; not in ZeRO stage 0. fsdp2: gradients too, and each pass
-    copies weights as fp32."""
 
     @model_validator(mode="after")
     def _check_stage(self) -> DeepSpeedBackendConfig:
@@ -164,21 +169,11 @@ class DeepSpeedBackendConfig(_Ranks):
     def has_whole_weights(self) -> bool:
         return self.stage < 3
 
-    @property
-    def has_reference(self) -> bool:
-        return False
 
-
-class Fsdp2BackendConfig(_Ranks):
+class Fsdp2BackendConfig(_Ranks, _Reference):
     """The same processes with torch's `fully_shard` of weights, gradients, masters and optimizer."""
 
     kind: Literal["fsdp2"] = "fsdp2"
-    reference_model_dir: str = ""
-    """Frozen model for loss.reference_kl and loss.reads_reference; empty: model_dir. fsdp2 shards it, 4 bytes a
-    parameter."""
-    offload_optimizer: bool = False
-    """Keep masters and moments in host memory and step there; not in ZeRO stage 0. fsdp2: gradients too, and each pass
-    copies weights as fp32."""
 
     @property
     def has_whole_weights(self) -> bool:

@@ -10,7 +10,7 @@ import torch
 from heterorl.common.types.common import Digest, SiteId
 from heterorl.common.types.rollout import GIVEN, FinishReason, Group, GroupId, Rollout, Span
 from heterorl.learner.loss.custom import CustomLoss
-from heterorl.learner.loss.loss_config import CustomLossConfig, LossConfig, check_reference
+from heterorl.learner.loss.loss_config import CustomLossConfig, LossConfig
 from heterorl.learner.loss.loss_spec import LossSpec, loss_spec_of
 from heterorl.learner.loss.policy_loss import policy_loss
 from heterorl.learner.train.batch import Batch, build_batch, collate
@@ -25,17 +25,16 @@ _PIECES = ((0, 3, 5, 10), (9, 1, 2, 4, 11), (7, 6, 8))
 _TOLERANCE = 1e-9
 
 
-def check_custom_loss(config: LossConfig, *, has_reference: bool = True) -> None:
+def check_custom_loss(config: LossConfig) -> None:
     """Import a custom loss and call it on 12 short rollouts.
 
     Other kinds pass unchecked. Raises ConfigError if it cannot be loaded, raises, is not finite, gives no gradient, or
-    depends on how a step is divided or on a reference model that the backend lacks.
+    depends on how a step is divided.
     """
     if not isinstance(config, CustomLossConfig):
         return
     spec = loss_spec_of(config)
     assert spec.custom is not None
-    check_reference(config, is_needed=spec.needs_reference, has_reference=has_reference)
     batch = build_batch([_group(number) for number in range(len(_LENGTHS))], loss=config, head_version=_HEAD)
     rng = random.Random(1)
     logprobs = [

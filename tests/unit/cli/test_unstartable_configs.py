@@ -4,6 +4,7 @@ import itertools
 import json
 
 import pytest
+from pydantic import ValidationError
 
 from heterorl.cli import check_config, main
 from heterorl.cli.check_config import load_service, problems
@@ -12,8 +13,6 @@ from heterorl.common.model.contract import LoraConfig, SamplingConfig
 from heterorl.common.process import logs
 from heterorl.common.process.config_file import InvalidConfig
 from heterorl.learner.learner_config import LearnerConfig
-from heterorl.learner.loss.loss_config import CustomLossConfig
-from heterorl.learner.train.custom_loss_check import check_custom_loss
 from heterorl.sampler.adoption import adopt
 from heterorl.sampler.engines import build_engines
 from heterorl.sampler.sampler_config import SamplerConfig, VllmEngineConfig
@@ -136,14 +135,11 @@ def test_a_joining_sampler_is_refused_only_for_what_its_file_states():
         adopted(16, "raw", 64)
 
 
-def test_a_custom_loss_with_a_reference_is_refused_where_the_backend_has_none(tmp_path):
-    loss = "def loss(batch):\n    return (batch.learner_BT * batch.mask_BT).sum(1)\n"
-    (tmp_path / "mine.py").write_text(loss, encoding="utf-8")
-    config = CustomLossConfig(function="mine:loss", directory=str(tmp_path), reads_reference=True)
-    learner = LearnerConfig.model_validate({"backend": {"kind": "deepspeed"}, "loss": config.model_dump()})
+def test_a_custom_loss_with_a_reference_is_refused_where_the_backend_has_none():
+    loss = {"kind": "custom", "function": "mine:loss", "reads_reference": True}
 
-    with pytest.raises(ConfigError, match=r"^loss\.function: needs log-probs of a reference model"):
-        check_custom_loss(learner.loss, has_reference=learner.backend.has_reference)
+    with pytest.raises(ValidationError, match="loss.reads_reference: needs log-probs of a reference model"):
+        LearnerConfig.model_validate({"backend": {"kind": "deepspeed"}, "loss": loss})
 
 
 SITES = {"coordinator": "main", "learner": "learner", "sampler": "eu-1", "relay": "eu"}

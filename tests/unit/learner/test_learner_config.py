@@ -19,6 +19,7 @@ GAME = {"use_chat_template": True, "task": {"name": "seeds", "environment": "gam
             "compile does not go with sequence_parallel",
         ),
         ({"backend": {"kind": "deepspeed", "stage": 0, "offload_optimizer": True}}, "needs stage 1, 2 or 3"),
+        ({"backend": {"reference_model_dir": "/nonexistent"}}, "the loss reads no reference model"),
         ({"variants": ["int8", "int8"]}, "names one twice"),
         ({"task": GAME["task"]}, "turns need a chat template"),
         ({**GAME, "evaluation": {"every_versions": 1}}, "draws one turn of an episode"),

@@ -131,6 +131,23 @@ def test_unknown_key_is_refused_with_its_path():
     assert caught.value.errors()[0]["loc"] == ("cispo", "clip_on")
 
 
+@pytest.mark.parametrize(
+    ("table", "key"),
+    [
+        ({"kind": "grpo", "length_power": 0.5}, "length_power"),
+        ({"kind": "gepo", "clip": "none", "eps_low": 0.1}, "eps_low"),
+        ({"kind": "gspo", "positive_weight": "one", "eps_high": 0.1}, "eps_high"),
+        ({"kind": "gepo_product", "eps_low": 0.1}, "eps_low"),
+        ({"kind": "gspo", "positive_weight": "one", "negative_weight": "product", "clip_on": "gepo"}, "clip_on"),
+        ({"kind": "gspo", "negative_weight": "one", "dual_clip": 3.0}, "dual_clip"),
+    ],
+)
+def test_a_key_that_the_loss_does_not_read_is_refused(table, key):
+    with pytest.raises(ValidationError, match=f"{key} has no effect without"):
+        ADAPTER.validate_python(table)
+    assert ADAPTER.validate_python({**table, key: getattr(ADAPTER.validate_python({"kind": table["kind"]}), key)})
+
+
 def test_gepo_defaults_are_those_of_the_reference_implementation():
     loss = GepoConfig()
 

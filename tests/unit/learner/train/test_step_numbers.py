@@ -99,7 +99,9 @@ def test_share_of_bad_rollouts_that_train(config, shares, parts):
 @pytest.mark.parametrize("config", [GspoConfig, GmpoConfig, functools.partial(GspoConfig, clip="preserve")])
 def test_bad_rollouts_beyond_the_largest_weight_do_not_count_as_trained(config):
     # Mean ratios of e^0.088 and e^0.132, of GMPO up to its clip.
-    sample, capped = (golden_sample(config(**cap), rewards=[0.0, 1.0, 0.0, 1.0]) for cap in ({}, {"max_log_weight": 0.05}))
+    sample, capped = (
+        golden_sample(config(**cap), rewards=[0.0, 1.0, 0.0, 1.0]) for cap in ({}, {"max_log_weight": 0.05})
+    )
 
     assert sample.trained_B[sample.advantages_B < 0].min() > 0.5
     assert capped.trained_B[capped.advantages_B < 0].tolist() == [0.0, 0.0]

@@ -91,7 +91,7 @@ _PACKAGES = ("math-verify", "latex2sympy2_extended", "sympy")
 """They decide which texts are equal."""
 _PART = "correct"
 _OTHER = 'correct the data, or take match = "exact" or another reward'
-_RULES = {"exact": 7, "math_verify": 15}
+_RULES = {"exact": 7, "math_verify": 16}
 """A number rises where equal completions get other scores."""
 
 

@@ -47,13 +47,17 @@ MAX_AROUND = 4
 """Most words of a bound or a multiple that is a whole completion."""
 _TAGS = re.compile(r"(?i)</?(?:b|i|u|em|strong|span|br|p)\s*/?>")
 _FACTORIAL = re.compile(r"(?<!!)!$|(?<!\d)\d!!$")
+_OF_TWO = (
+    r"[$\\(]*[\d.,]+[)$\\]*\s+(?:(?:times|plus|minus|less\s+than|more\s+than)\s+(?:[\d$\\(]|[b-hj-z]\b)"
+    r"|to\s+[$\\(]*\d+(?!\d|\s+(?:decimal|significant|d\.?p|s\.?f)))"
+)
+_RANGE = re.compile(rf"(?i){_OF_TWO}")
+"""Two values of which neither is the answer, also in a box or a tag."""
 _CHANGED = re.compile(
     rf"(?i)(?!.*\d\s*=)(?:{MULTIPLE}|at\s+(?:least|most)\b)"
     r"|(?:over|under|above|below|up\s+to|no\s+(?:more|less|fewer)\s+than)\s+[$\\(]*\d"
     r"|[$\\(]*(?:[<>](?=[=\s\d$\\])|[\u2264\u2265]|[gl]eq?\b)"
-    r"|[$\\(]*[\d.,]+[)$\\]*(?:\+$|\s+(?:(?:squared|cubed)\W*$"
-    r"|(?:times|plus|minus|less\s+than|more\s+than)\s+(?:[\d$\\(]|[b-hj-z]\b)"
-    r"|to\s+[$\\(]*\d+(?!\d|\s+(?:decimal|significant|d\.?p|s\.?f))"
+    rf"|{_OF_TWO}|[$\\(]*[\d.,]+[)$\\]*(?:\+$|\s+(?:(?:squared|cubed)\W*$"
     r"|or\s+(?:more|less|fewer|greater|higher|lower|above|below)\b))"
     r"|(?:the\s+)?\d+(?:st|nd|rd|th)\s+of\s+(?-i:[A-Z])"
 )
@@ -177,6 +181,8 @@ def answers_of(completion: str, *, wants_text: bool) -> list[Any]:
     whole = _IT_IS.sub("", (stated.texts or (stated.prose,))[-1].strip(" .*"))
     is_said = bool(stated.texts) and not stated.is_marked
     if not (wants_text or is_box) and (is_said or _is_one_value(whole)) and _CHANGED.match(whole):
+        return []
+    if stated.is_marked and not wants_text and _RANGE.match(whole):
         return []
     for one in texts:
         plain = _TAGS.sub("", one).strip().rstrip(".").strip('*`_"\u201c\u201d').strip()

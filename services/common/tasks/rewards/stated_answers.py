@@ -91,8 +91,10 @@ _BETWEEN = re.compile(
 _HEADED = re.compile(r"(?m)(?<!#)####(?!#)[ \t]*([^#\n]*)$")
 _HAS_VALUE = re.compile(r"\d|[\\$]|\([A-J]\)|\b[A-J]\b\W*$")
 _IS_CORRECT = re.compile(
-    r"(?P<open>(?i:if|whether|suppose|assume|assuming|that|neither|nor|not)\s+)?(?:\b[Oo]ption\s+)?(?<!\w)"
-    r"(?P<letter>\([A-J]\)|[A-J])\**\s+is\s+(?:(?:the\s+)?(?:correct|right)\b(?!\s+(?:that|to)\b)|the\s+answer\b)"
+    r"(?P<open>(?i:if|whether|suppose|assume|assuming|that|neither|nor|not)\s+)?"
+    r"(?P<choice>\bI(?:['\u2019](?:d|ll|m)|\s+(?:would|will))?\s+(?:choose|pick|select|go\s+with|going\s+with)\s+)?"
+    r"(?:\b[Oo]ption\s+)?(?<!\w)\**(?P<letter>\([A-J]\)|[A-J])\**(?(choice)(?=[.;:!)]|,(?!\s*(?:\w+\s+)?\(?[A-J]\b)|\s*$|\s+(?:because|since|as)\b)"
+    r"|\s+is\s+(?:(?:the\s+)?(?:correct|right)\b(?!\s+(?:that|to)\b)|the\s+answer\b))"
 )
 # The text behind is only looked at: it may hold the next statement.
 _SAID = re.compile(

@@ -401,6 +401,9 @@ STYLES = [
     ("1.286", [box(r"\frac{9}{7} \approx 1.286"), "The answer is 9/7 \u2248 1.286."], [box(r"\frac{9}{7} \approx 1.386")]),
     (r"\max(a,b)", [box(r"\max\{a,b\}")], [box(r"\min\{a,b\}"), box(r"\max\{a,c\}")]),
     (r"\lg 2", [box(r"\log_{10} 2"), box(r"\lg(2)")], [box(r"\ln 2"), box(r"\lg 3")]),
+    ("B", ["I choose B.", "I'd go with (B), since it is even.", "I would pick **B**.", "I select option B because it fits."],
+     ["If I choose B, it fails. The answer is C.", "I choose A, B.", "I choose B and C.", "I choose to sell B shares"]),
+    *((one, [], ["<answer>5 to 6</answer>", r"\boxed{5 more than x}", "<answer>5 to 6 minutes</answer>"]) for one in "56"),
 ]  # fmt: skip
 
 

@@ -56,7 +56,7 @@ class LossOptions(Config):
 
     @property
     def reference_key(self) -> str:
-        """The key by which it reads a reference model; empty: it reads none."""
+        """The key that asks for a reference model; empty for none."""
         if self.reference_kl > 0.0:
             return "reference_kl"
         return "reads_reference" if getattr(self, "reads_reference", False) else ""

@@ -205,7 +205,7 @@ def _messages_of(entries: list[Any]) -> tuple[Message, ...]:
     if not messages:
         raise RowProblem("there are no messages")
     if messages[-1].role != "user":
-        raise RowProblem("the last message is not the user's")
+        raise RowProblem("the last message is not the user's: move the reply behind it to the answer column")
     return tuple(messages)
 
 
@@ -236,11 +236,16 @@ _LARGEST, _SMALLEST = 1e21, 1e-9
 
 
 def answer_text(value: Any) -> str:
-    """Text of an answer; empty for null, NaN, blanks, lists of those."""
+    """Text of an answer; empty for null, NaN, blanks, lists of those.
+
+    Of messages it is the last one's."""
     if value is None:
         return ""
     if isinstance(value, str):
         return value if value.strip() else ""
+    if isinstance(value, list) and value and isinstance(value[-1], dict) and {"role", "content"} <= value[-1].keys():
+        # A chat, as in preference data.
+        return answer_text(value[-1]["content"])
     if isinstance(value, list | dict):
         # Such as tests of code; an object keeps the row's order, which a completion is compared with.
         return json.dumps(value, ensure_ascii=False, default=str) if _is_written(value) else ""

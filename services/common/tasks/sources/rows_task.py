@@ -75,7 +75,7 @@ class RowsTask(MatchedTask, Task):
         super().__init__(config)
         data = config.data
         self._column = data.answer
-        self._words: list[Any] = ["rows 1", self.match_name, data.prompt, data.messages, data.answer]
+        self._words: list[Any] = ["rows 2", self.match_name, data.prompt, data.messages, data.answer]
         chosen = _chosen("task.name", rows, config, measure)
         if held_out is None:
             self.training, self.held_out = _split(chosen, evaluation_size)

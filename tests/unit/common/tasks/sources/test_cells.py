@@ -56,6 +56,7 @@ def prompts(task):
         (72.0, "72"), (1e5, "100000"), (0.1, "0.1"), (-2.50, "-2.5"), (-0.0, "0"), (1e-7, "0.0000001"), (1e300, "1e+300"),
         (3, "3"), (" 7 ", " 7 "), (decimal.Decimal("72.00"), "72"), ([1, "a"], '[1, "a"]'), ({"b": 1, "a": 2}, '{"b": 1, "a": 2}'),
         (True, "True"), ([False], "[false]"), ([], ""), ([None, [""]], ""), ({"value": " "}, ""), ({"a": [None, 0]}, '{"a": [null, 0]}'),
+        ([{"role": "user", "content": "2+2?"}, {"role": "assistant", "content": "4"}], "4"), ([{"role": "user"}], '[{"role": "user"}]'),
         (None, ""), (math.nan, ""), (math.inf, ""), ("", ""), (" \n", ""), (decimal.Decimal("NaN"), ""),
     ],
 )  # fmt: skip

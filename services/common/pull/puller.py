@@ -22,7 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from heterorl.common.api import WeightsApi
-from heterorl.common.errors import CorruptData, LimitExceeded, MalformedPayload, StateMismatch, UnknownPayload
+from heterorl.common.errors import (
+    CorruptData,
+    LimitExceeded,
+    MalformedPayload,
+    StateMismatch,
+    UnknownPayload,
+    UnknownVersion,
+)
 from heterorl.common.identity.signing import Trust
 from heterorl.common.process import metrics
 from heterorl.common.process.backoff import Backoff
@@ -301,8 +308,12 @@ class TrustedPuller(Puller):
         """
 
         async def attempt() -> PulledVersion:
-            want = self.begun() if version == NO_VERSION else version
-            return await self.pull(held=held, want_version=want, admit=self._admit)
+            begun = self.begun() if version == NO_VERSION else NO_VERSION
+            if begun != NO_VERSION:
+                # Abandoned or deleted meanwhile: the head takes its place.
+                with contextlib.suppress(UnknownVersion):
+                    return await self.pull(held=held, want_version=begun, admit=self._admit)
+            return await self.pull(held=held, want_version=version, admit=self._admit)
 
         return await self.backoff.retry(attempt)
 

@@ -83,6 +83,16 @@ async def test_head_of_a_download_that_breaks_stays_the_same(world):
     assert api.offsets == [0, 10, 20, 30, 40, 50]
 
 
+async def test_head_takes_the_place_of_a_begun_version_that_left_the_lineage(world):
+    api, run, path = world
+    puller = trusting(api, path, Backoff(clock=SystemClock(), rng=random.Random(0), base_s=1e-3))
+    (path / "spool" / "begun").write_text("7")
+
+    pulled = await puller.build(NO_VERSION)
+
+    assert (puller.begun(), pulled.version) == (NO_VERSION, run.head)
+
+
 async def test_version_that_no_trusted_key_signed_is_refused_before_a_byte_is_fetched(world):
     api, _, path = world
     backoff = Backoff(clock=SystemClock(), rng=random.Random(0))

@@ -24,7 +24,7 @@ from pathlib import Path
 from heterorl.certs.authority import LOCAL_HOSTS, SERVING, Pair, hosts_of, issue_node, make_authority
 from heterorl.common.errors import ConfigError
 from heterorl.common.identity.credentials import parse_serials
-from heterorl.common.identity.spiffe import Identity, Refusal, Role, read_identity
+from heterorl.common.identity.spiffe import Identity, Refusal, Role, read_identity, spiffe_uri
 from heterorl.common.process.files import opened_directory, replacing
 
 REVOKED = "revoked"
@@ -130,21 +130,20 @@ class Authority:
                 action = "give a certificate of `heterorl certs list`"
                 raise ConfigError("WHAT", f"certificate {serial:x} is not of this authority", action=action)
             node = self._read(self.path_of(serial))
-            return (
-                self._refuse_node(self._all_of(role=node.role, site=node.site))
-                if path.is_dir()
-                else self._refuse([node])
-            )
+            if not path.is_dir():
+                return self._refuse([node])
+            self._delete_tokens(node.uri)
+            return self._refuse(self._all_of(role=node.role, site=node.site))
 
     def revoke_node(self, *, role: Role, site: str) -> list[Identity]:
         """Revoke all certificates of a role and site; returns them.
-        Deletes their unused tokens. Raises ConfigError: this authority issued none."""
+        Deletes their unused tokens. Raises ConfigError: this authority issued neither."""
         with locked(self._existing()):
             found = self._all_of(role=role, site=site)
-            if not found:
+            if not self._delete_tokens(spiffe_uri(run=self.run(), site=site, role=role)) and not found:
                 action = "heterorl certs list shows every site and role"
                 raise ConfigError("--site", f"no {role} {site} has a certificate of this authority", action=action)
-            return self._refuse_node(found)
+            return self._refuse(found)
 
     def copies(self) -> list[Path]:
         """Copies of the list for coordinators and relays, which `revoke` updates."""
@@ -155,14 +154,16 @@ class Authority:
         book = [entry.identity for entry in self.list()]
         return [entry for entry in book if (entry.role, entry.site) == (role, site)]
 
-    def _refuse_node(self, identities: Sequence[Identity]) -> list[Identity]:
-        # The node could join again by a token that it has not used.
+    def _delete_tokens(self, uri: str) -> int:
+        """Delete tokens by which a node could still join; returns their number."""
+        num_deleted = 0
         for path in (self._directory / "tokens").glob("*.json"):
             with contextlib.suppress(ValueError, TypeError, LookupError):
                 token = json.loads(path.read_bytes())
-                if token["uri"] == identities[0].uri and not token["key"]:
+                if token["uri"] == uri and not token["key"]:
                     path.unlink()
-        return self._refuse(identities)
+                    num_deleted += 1
+        return num_deleted
 
     def _refuse(self, identities: Sequence[Identity]) -> list[Identity]:
         known = self._revoked()

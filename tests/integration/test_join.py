@@ -152,6 +152,15 @@ async def test_token_counts_once(office):
     assert len(office.book()) == 1
 
 
+async def test_revoking_a_site_without_a_certificate_deletes_its_tokens_only(office):
+    token, other = office.token(), office.token(site="eu-2")
+
+    revoked = office.certificates.authority.revoke_node(role=Role.SAMPLER, site="eu-1")
+
+    assert (revoked, await refusal(office, token)) == ([], Refused.TOKEN)
+    await ask(other, address=office.address, key=new_key(), now=time.time())
+
+
 async def test_token_counts_until_it_expires(office):
     token = office.token(seconds=60.0)
     office.ahead_s = 61.0

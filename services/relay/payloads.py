@@ -217,8 +217,8 @@ class Arrival:
     async def read(self, *, offset: int, stop: int | None) -> AsyncIterator[bytes]:
         """Yield [offset, stop) as it arrives.
 
-        It ends early if the payload completed before its file was opened. Frames have verified checksums; the digest is
-        known at the end.
+        It ends early if the payload completed before its file was opened. Frames have verified checksums; the last ones
+        wait for the digest.
         Raises InvalidRequest: the range is outside the payload; HeterorlError, OSError: why it does not arrive.
         """
         end = self.ref.num_bytes if stop is None else stop
@@ -235,6 +235,9 @@ class Arrival:
                     num_bytes = min(FRAME_BYTES, size - offset, end - offset)
                     block = await in_thread(os.pread, descriptor, num_bytes, offset)
                     offset += len(block)
+                    if offset == self.ref.num_bytes:
+                        # The last bytes leave once the digest is right: a damaged payload is fetched again here.
+                        await asyncio.shield(self.fetching)
                     for frame in cutter.cut(block):
                         yield frame
                 elif is_over:

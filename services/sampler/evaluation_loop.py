@@ -80,7 +80,7 @@ class EvaluationLoop:
                 version = self._generation.swap.version
                 if version >= 0:
                     await self._evaluate(version)
-                if self._session.is_draining and self._may_end(version):
+                if self._session.is_draining and self._may_end():
                     return
                 await self._pause(version)
         finally:
@@ -105,10 +105,10 @@ class EvaluationLoop:
         if not await ends_within(given_back(), clock=self._clock, seconds=HAND_BACK_S):
             _LOG.info("held-out prompts are left to expire: the coordinator does not answer")
 
-    def _may_end(self, version: int) -> bool:
+    def _may_end(self) -> bool:
         now = self._clock.monotonic()
         self._drained_at = min(self._drained_at, now)
-        if version < 0 or self._is_over:
+        if self._is_over:
             return True
         is_late = not self._num_failures and now - self._drained_at >= self._config.evaluation_hold_s
         if is_late or self._num_failures >= MAX_FAILURES:

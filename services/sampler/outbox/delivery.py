@@ -63,7 +63,12 @@ class Delivery:
             ticket = self.bell.ticket()
             now = self._now()
             limit = 1 if self._num_alone else self._most
-            groups, later = await asyncio.to_thread(self.outbox.due, now, limit=limit, max_bytes=BATCH_BYTES)
+            try:
+                groups, later = await asyncio.to_thread(self.outbox.due, now, limit=limit, max_bytes=BATCH_BYTES)
+            except DiskFull as error:
+                _LOG.error("the outbox waits for room, in which it sets a damaged group aside: %s", error)
+                await self.clock.sleep(self._backoff.delay_s())
+                continue
             if groups:
                 await self._push(groups)
             else:

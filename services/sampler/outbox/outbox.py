@@ -147,7 +147,8 @@ class Outbox:
     def due(self, now: float, *, limit: int, max_bytes: int) -> tuple[list[SealedGroup], float | None]:
         """Groups due at `now`, oldest first, and when the next is due.
 
-        At most `limit` groups and `max_bytes`, but always one group if any is due.
+        At most `limit` groups and `max_bytes`, but always one group if any is due. Raises DiskFull: a damaged one
+        cannot be set aside.
         """
         chosen: list[tuple[int, bytes, bytes]] = []
         num_bytes = 0
@@ -193,7 +194,10 @@ class Outbox:
         with self._reading():
             statement = "SELECT payload, checksum FROM groups WHERE sequence = ?"
             payload, checksum = self._connection.execute(statement, (sequence,)).fetchone()
-        return self._set_row_aside(sequence, payload, checksum, problem, is_refused=True)
+        with contextlib.suppress(DiskFull):
+            self._set_row_aside(sequence, payload, checksum, problem, is_refused=True)
+            return True
+        return False
 
     def level(self) -> Level:
         return self._level
@@ -235,7 +239,20 @@ class Outbox:
 
     def _set_row_aside(
         self, sequence: int, payload: bytes, checksum: bytes, problem: str, *, is_refused: bool = False
-    ) -> bool:
+    ) -> None:
+        data = self._empty(sequence).data
+        with self._transaction():
+            (before,) = self._connection.execute(
+                "SELECT num_bytes FROM groups WHERE sequence = ?", (sequence,)
+            ).fetchone()
+            self._connection.execute(
+                "INSERT OR REPLACE INTO set_aside VALUES (?, ?, ?, ?)", (sequence, problem[:500], payload, checksum)
+            )
+            self._connection.execute(
+                "UPDATE groups SET num_bytes = ?, payload = ?, checksum = ? WHERE sequence = ?",
+                (len(data), data, checksum_of(sequence, data), sequence),
+            )
+        self._change_level(0, len(data) - before)
         metrics.OUTBOX_SET_ASIDE.labels("refused" if is_refused else "row").inc()
         what, advice = ("REFUSED", "see what the reward returns") if is_refused else ("DAMAGED", "check this disk")
         _LOG.error(
@@ -243,23 +260,6 @@ class Outbox:
             "in table set_aside of %s; %s",
             sequence, what, problem, self._path, advice,
         )  # fmt: skip
-        data = self._empty(sequence).data
-        # On a full disk the row stays and is judged again.
-        with contextlib.suppress(DiskFull):
-            with self._transaction():
-                (before,) = self._connection.execute(
-                    "SELECT num_bytes FROM groups WHERE sequence = ?", (sequence,)
-                ).fetchone()
-                self._connection.execute(
-                    "INSERT OR REPLACE INTO set_aside VALUES (?, ?, ?, ?)", (sequence, problem[:500], payload, checksum)
-                )
-                self._connection.execute(
-                    "UPDATE groups SET num_bytes = ?, payload = ?, checksum = ? WHERE sequence = ?",
-                    (len(data), data, checksum_of(sequence, data), sequence),
-                )
-            self._change_level(0, len(data) - before)
-            return True
-        return False
 
     def _empty(self, sequence: int) -> SealedGroup:
         return seal(empty_group(GroupId(site=SiteId(self._site), incarnation=self.incarnation, sequence=sequence)))

@@ -73,15 +73,15 @@ class TurnStore:
         self._transaction = transaction
         self._is_full = False
 
-    def keep(self, turns: Sequence[KeptTurn]) -> None:
-        """Write turns durably; without room, log once and keep none."""
+    def keep(self, turns: Sequence[KeptTurn]) -> bool:
+        """Write turns durably; without room, log once, keep none and return False."""
         rows = [(turn, seal(turn.turn).data) for turn in turns]
         try:
             with self._transaction() as connection:
                 (size,) = connection.execute("SELECT coalesce(sum(length(payload)), 0) FROM turns").fetchone()
                 if size + sum(len(data) for _, data in rows) > MAX_BYTES:
                     self._note_full(f"those that are kept take {size} bytes, at most {MAX_BYTES}")
-                    return
+                    return False
                 connection.executemany(
                     "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, 0, ?, ?)",
                     [
@@ -94,8 +94,9 @@ class TurnStore:
                 )  # fmt: skip
         except DiskFull as error:
             self._note_full(str(error))
-            return
+            return False
         self._is_full = False
+        return True
 
     def note_resumed(self, assignments: Collection[int]) -> None:
         """Count that groups go on; raises DiskFull."""

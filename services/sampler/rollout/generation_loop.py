@@ -89,7 +89,7 @@ class GenerationLoop:
         return replace(
             self.swap.reported,
             tokens_per_s=self.collector.tokens.per_s(self.clock.monotonic()),
-            problem=self.outbox_writer.problem or self.policy.problem or self.collector.problem,
+            problem=self.swap.problem or self.outbox_writer.problem or self.policy.problem or self.collector.problem,
         )
 
     async def generate(self) -> None:

@@ -237,7 +237,6 @@ class TurnJournal:
         """Note a member's turn `number`, from 0; `given` precedes it."""
         if draft.conversation is None or not draft.conversation.spec.is_deterministic:
             return
-        draft.is_noted = True
         begun = self.now() - (self.clock.monotonic() - draft.begun_at)
         version = min(span.version for span in turn.spans)
         spans = [Span(version=GIVEN, start=0, end=given.size)] if given.size else []
@@ -269,9 +268,11 @@ class TurnJournal:
         async with self.lock:
             await self._forget()
             noted, self._noted = self._noted, []
-            turns = [turn for draft, turn in noted if draft.key in in_flight]
-            if turns:
-                await asyncio.to_thread(self.turns.keep, turns)
+            noted = [(draft, turn) for draft, turn in noted if draft.key in in_flight]
+            turns = [turn for _, turn in noted]
+            if turns and await asyncio.to_thread(self.turns.keep, turns):
+                for draft, _ in noted:
+                    draft.is_noted = True
 
     async def note_resumed(self, assignments: Collection[int]) -> None:
         """Count that groups go on; not on a full disk."""

@@ -49,6 +49,8 @@ class WeightSwap:
         """State roots of the versions of tokens in flight."""
         self.running = asyncio.Lock()
         """Held during a load."""
+        self.problem = ""
+        """Why the engine has no version to trust."""
         self._clock = self.session.clock
         self._backoff = Backoff(clock=self._clock, rng=self.session.rng, cap_s=ENGINE_CAP_S)
         self._next_at = self._clock.monotonic()
@@ -75,12 +77,14 @@ class WeightSwap:
         # Not before: an engine that loads and then fails would load in a loop.
         if self.version == pulled.version:
             self._backoff.reset()
+            self.problem = ""
         return is_quarantined
 
     def note_failure(self, error: EngineError) -> None:
         metrics.ENGINE_FAILURES.labels("stale" if isinstance(error, StaleWeights) else "died").inc()
         self.reported = replace(self.reported, policy_version=NO_VERSION, state_root=NO_ROOT)
         self._next_at = self._clock.monotonic() + self._backoff.delay_s()
+        self.problem = str(error)
         _LOG.error("the engine generates nothing until it has loaded a version: %s", error)
 
     def forget_roots(self, oldest: int | None) -> None:

@@ -82,6 +82,27 @@ async def test_a_kept_payload_that_the_disk_does_not_give_is_dropped(payloads, c
     assert cache.num_bytes == 0
 
 
+async def test_the_last_bytes_of_a_payload_that_arrived_damaged_do_not_leave(tmp_path):
+    class Upstream:
+        async def read_payload(self, *, digest, offset, stop=None):
+            yield DATA[offset:stop]
+
+    cache = CacheDirectory(tmp_path, max_bytes=1 << 30)
+    half = bytearray(DATA[: len(DATA) // 2])
+    half[4096:8192] = bytes(4096)
+    (cache.incoming / DIGEST).write_bytes(half)
+    payloads = Payloads(api=Upstream(), cache=cache, clock=SystemClock())
+    ref = PayloadRef(kind=PayloadKind.SNAPSHOT, from_version=-1, to_version=0, digest=DIGEST, num_bytes=len(DATA))
+    payloads.note(SimpleNamespace(payloads=[ref]))
+
+    with pytest.raises(Busy, match="arrived damaged"):
+        await read(payloads)
+
+    assert await read(payloads) == DATA
+    await payloads.close()
+    cache.close()
+
+
 async def test_a_full_cache_on_a_disk_that_became_read_only_passes_new_payloads_on(tmp_path, monkeypatch):
     class Upstream:
         async def read_payload(self, *, digest, offset, stop=None):

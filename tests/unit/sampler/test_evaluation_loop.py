@@ -379,6 +379,19 @@ async def test_a_drained_sampler_waits_for_the_last_version_before_it_evaluates_
     assert (await found(world, 1)).state is EvaluationState.DONE
 
 
+async def test_a_drained_sampler_whose_swaps_fail_evaluates_the_last_version(world):
+    await world.run.publish()
+    world.start()
+    await until_done(world)
+    world.engine.load_failures = [EngineDied("its process ended")] * 3
+    await world.run.publish()
+    await world.until(lambda: world.sampler.generation.swap.version < 0)
+    await world.core.drain(reason="the end")
+    await world.end()
+
+    assert (await found(world, 1)).state is EvaluationState.DONE
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("num_failed", [0, 1])
 async def test_a_drained_sampler_does_not_wait_for_ever_for_the_last_version(world, caplog, num_failed):

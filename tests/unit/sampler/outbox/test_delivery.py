@@ -177,6 +177,22 @@ async def test_group_that_is_refused_for_good_on_a_full_disk_waits(outbox, monke
     assert len(api.pushed) < 200
 
 
+async def test_full_disk_that_holds_a_damaged_group_delays_the_delivery(outbox, monkeypatch, caplog):
+    due, failures = outbox.due, [DiskFull("the outbox")] * 2
+
+    def due_later(*given, **named):
+        if failures:
+            raise failures.pop()
+        return due(*given, **named)
+
+    monkeypatch.setattr(outbox, "due", due_later)
+    api = Coordinator(SleepingClock())
+    await delivered(outbox, api, api.clock, until=lambda: outbox.level().num_groups == 0)
+
+    assert caplog.text.count("the outbox waits for room") == 2
+    assert sum(api.clock.slept) > 0
+
+
 SAID = Rarely(logging.getLogger("test"), lambda: 0.0)
 
 

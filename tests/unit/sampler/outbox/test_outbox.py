@@ -180,6 +180,27 @@ def test_group_that_changed_on_disk_is_replaced_by_an_empty_one_of_its_id(tmp_pa
     again.close()
 
 
+def test_group_that_changed_on_a_full_disk_waits_until_its_bytes_can_be_kept(tmp_path, caplog):
+    outbox = Outbox(tmp_path, site="s")
+    made = spooled_groups(outbox, 2, tmp_path, prompt_token_ids=np.arange(20_000, dtype=np.int32))
+    outbox.put(made[:1], release=[0.0])
+    outbox._connection.execute("UPDATE groups SET checksum = x'00'")
+    # Takes the pages that the update left.
+    outbox.put(made[1:], release=[0.0])
+    (pages,) = outbox._connection.execute("PRAGMA page_count").fetchone()
+    outbox._connection.execute(f"PRAGMA max_page_count={pages}")
+
+    with pytest.raises(DiskFull):
+        outbox.due(0.0, limit=9, max_bytes=1 << 30)
+
+    assert "DAMAGED" not in caplog.text
+    outbox._connection.execute("PRAGMA max_page_count=100000")
+    (empty, whole), _ = outbox.due(0.0, limit=9, max_bytes=1 << 30)
+    assert (open_group(empty).rollouts, whole) == ((), seal(made[1]))
+    assert outbox._connection.execute("SELECT count(*) FROM set_aside").fetchone() == (1,)
+    outbox.close()
+
+
 def test_row_under_another_sequence_is_noticed(tmp_path):
     outbox = Outbox(tmp_path)
     outbox.put(spooled_groups(outbox, 1, tmp_path), release=[0.0])

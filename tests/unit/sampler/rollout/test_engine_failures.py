@@ -42,7 +42,8 @@ async def test_engine_that_fails_its_canary_gets_the_version_again_and_no_work_m
     await world.run.publish()
     await world.until(lambda: failures("stale") >= before + 3)
     asked, batches = world.link.calls["lease_work"], world.engine.num_batches
-    assert world.sampler.generation.reported().policy_version == -1
+    reported = world.sampler.generation.reported()
+    assert (reported.policy_version, reported.problem) == (-1, str(stale))
 
     await world.until(lambda: not world.engine.load_failures)
     assert (world.link.calls["lease_work"], world.engine.num_batches) == (asked, batches)
@@ -50,7 +51,8 @@ async def test_engine_that_fails_its_canary_gets_the_version_again_and_no_work_m
 
     assert failures("stale") == before + 4
     assert [version for version, _ in world.engine.loaded] == [0, 1]
-    assert world.sampler.generation.reported().policy_version == 1
+    reported = world.sampler.generation.reported()
+    assert (reported.policy_version, reported.problem) == (1, "")
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from heterorl.common.errors import EnvironmentFailed, PromptTooLong
 from heterorl.common.model.logprobs import turn_seed
 from heterorl.common.process.clock import Bell
 from heterorl.common.types.rollout import GIVEN, FinishReason, WorkAssignment
+from heterorl.sampler.outbox import turn_store
 from heterorl.sampler.outbox.turn_store import MAX_RESUMED, KeptGroup, TurnStore
 from tests.support.games import SIZE, TURNS, Games, collected
 
@@ -199,6 +200,25 @@ async def test_stop_leaves_trajectories_to_the_next_start(play, monkeypatch):
 
     assert {group.assignment for group in groups} == mine
     assert all(request.num_completions == 1 for request in world.engine.submitted[: 2 * SIZE])
+
+
+async def test_stop_hands_trajectories_back_whose_turns_found_no_room(play, monkeypatch):
+    monkeypatch.setattr(turn_store, "MAX_BYTES", 0)
+    games = held(2)
+    world = await begun(play, games)
+    await world.until(lambda: sum(len(each.turns) for each in games.opened) == 2 * SIZE and world.outbox.turns._is_full)
+    mine = {draft.assignment.id for draft in world.sampler.generation.collector.drafts}
+    handed_back = []
+
+    async def abandon_work(*, assignments, **_given):
+        handed_back.extend(assignments)
+
+    world.link.replaced["abandon_work"] = abandon_work
+    world.stop.set()
+    await world.end()
+    games.go.set()
+
+    assert mine <= set(handed_back)
 
 
 async def test_turns_that_a_stop_writes_do_not_outlive_their_group(play, monkeypatch):

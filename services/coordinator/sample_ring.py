@@ -2,9 +2,9 @@
 
 Store operations.
 
-    consumed    every k-th group that a version consumed    half of the bytes
+    consumed    one of k groups that versions consumed      half of the bytes
     rejected    every group that failed a check             a quarter
-    dropped     every k-th that was dropped otherwise       an eighth
+    dropped     one of k that were dropped otherwise        an eighth
     evaluation  all                                         an eighth
 
 A part may use the bytes that the others leave free. When the ring is full, the part farthest above its share loses its
@@ -14,6 +14,7 @@ the ring takes no group.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
@@ -75,7 +76,10 @@ class SampleRing:
     def wants(self, kind: SampleKind, arrival: int) -> bool:
         """Whether a group with this arrival number is kept.
         The answer is the same at its lease and at its end."""
-        return self.limit_bytes > 0 and (kind is SampleKind.REJECTED or arrival % self.every == 0)
+        # Not each k-th: slow groups of a mixture arrive last of their batch, and would be all that people see.
+        block, place = divmod(arrival - 1, self.every)
+        is_drawn = place == zlib.crc32(b"%d" % block) % self.every
+        return self.limit_bytes > 0 and (kind is SampleKind.REJECTED or is_drawn)
 
     def keep_dropped(self, connection: Connection, group: SealedGroup, reason: DropReason, *, detail: str = "") -> None:
         (head,) = connection.execute("SELECT coalesce(max(version), -1) FROM versions").fetchone()

@@ -1,7 +1,7 @@
 """Kept samples: groups and evaluations with text, and their JSON.
 
-A sample is one prompt with all its completions. The coordinator keeps a bounded ring: every k-th trained group, every
-group that failed a check, every k-th group dropped for another reason, all evaluations. The learner adds texts, which
+A sample is one prompt with all its completions. The coordinator keeps a bounded ring: one of k trained groups, every
+group that failed a check, one of k dropped for another reason, all evaluations. The learner adds texts, which
 may be missing; token ids are missing only in some evaluations.
 """
 

@@ -269,10 +269,11 @@ class TurnJournal:
             await self._forget()
             noted, self._noted = self._noted, []
             noted = [(draft, turn) for draft, turn in noted if draft.key in in_flight]
-            turns = [turn for _, turn in noted]
-            if turns and await asyncio.to_thread(self.turns.keep, turns):
-                for draft, _ in noted:
-                    draft.is_noted = True
+            if not noted:
+                return
+            are_kept = await asyncio.to_thread(self.turns.keep, [turn for _, turn in noted])
+            for draft, _ in noted if are_kept else ():
+                draft.is_noted = True
 
     async def note_resumed(self, assignments: Collection[int]) -> None:
         """Count that groups go on; not on a full disk."""

@@ -101,7 +101,7 @@ async def test_relay_that_found_wrong_bytes_in_the_bucket_asks_the_coordinator(
     async with Site(run, tmp_path / "relay", payload_urls="any", cache_bytes=cache_bytes) as site:
         before = counted()
         puller = site.puller(tmp_path / "spool")
-        with pytest.raises((CorruptData, Busy), match="digest"):
+        with pytest.raises((CorruptData, Unreachable), match="digest"):
             await puller.pull(held=None, want_version=-1)
         pulled = await puller.pull(held=None, want_version=-1)
         found = since(before)

@@ -116,8 +116,8 @@ def rows(plan: Plan) -> list[tuple[str, str, str]]:
             size_words(memory.total),
             f"masters {size_words(memory.masters)}, moments {size_words(memory.moments)}, gradients"
             f" {size_words(memory.gradients)}, rounded {size_words(memory.rounded)}, gathered"
-            f" {size_words(memory.gathered)}, activations {size_words(memory.activations)}, logits"
-            f" {size_words(memory.logits)}; {room}",
+            f" {size_words(memory.gathered)}, activations {size_words(memory.activations)} with gradient_checkpointing"
+            f" ({size_words(memory.kept_activations)} without), logits {size_words(memory.logits)}; {room}",
         ),
         (
             "memory of rank 0's host",

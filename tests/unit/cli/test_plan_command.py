@@ -37,6 +37,7 @@ def test_sequence_longer_than_a_micro_batch_takes_the_memory_of_its_own_pass():
     # 36 layers of 4096, and one in full: 4 x 4096, twice 4096 of queries and 1024 of keys, 4 x 12288; in bf16.
     one = 36 * 4096 + 4 * 4096 + 2 * 4096 + 2 * 1024 + 4 * 12288
     assert long["memory_per_rank"]["activations"] == pytest.approx(65536 * 2 * one)
+    assert long["memory_per_rank"]["kept_activations"] == pytest.approx(1.67 * 65536 * 2 * 36 * (one - 36 * 4096))
     assert long["memory_per_rank"] == batch["memory_per_rank"]
     assert long["sharding_s"] == batch["sharding_s"]
 

@@ -8,9 +8,9 @@ from typing import Any
 
 from benchmarks.regions.arms import MAX_TOKENS, REGIONS, ROWS, SECONDS_PER_TOKEN
 from heterorl.cli.plan import size_words, time_words
+from heterorl.common.model.model_shape import SHAPES, ModelShape
 from heterorl.plan.assumptions import Assumptions
 from heterorl.plan.estimate import Drawing, Question, delta_bytes, plan, rank_memory
-from heterorl.plan.model_shape import SHAPES, ModelShape
 
 Rows = tuple[Sequence[str], list[Sequence[str]]]
 MODELS = ("Qwen3-1.7B", "Qwen3-8B", "Qwen3-32B")

@@ -12,9 +12,9 @@ from typing import Any
 
 from benchmarks.gpu.rows import PEAK, Place, Rows
 from benchmarks.learner import VOCAB_SIZE, write_model
+from heterorl.common.model.model_shape import ModelShape
 from heterorl.plan.assumptions import Assumptions
 from heterorl.plan.estimate import Cluster, compute_s, optimizer_s, rank_memory
-from heterorl.plan.model_shape import ModelShape
 
 GROUPS, GROUP_SIZE, MICRO_BATCH_TOKENS = 4, 4, 16_384
 SIZES = ((1280, 24), (768, 12))

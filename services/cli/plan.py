@@ -13,11 +13,11 @@ from rich.table import Table
 
 from heterorl.cli.connection import console_of
 from heterorl.common.errors import ConfigError
+from heterorl.common.model.model_shape import shape_of_directory
 from heterorl.common.types.common import strict_json
 from heterorl.plan.assumptions import facts, parse
 from heterorl.plan.estimate import LR, Plan, Question, changed_by
 from heterorl.plan.estimate import plan as estimate
-from heterorl.plan.model_shape import shape_of_directory
 
 
 def plan(

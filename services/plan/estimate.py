@@ -41,8 +41,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.model.model_shape import ModelShape, nearest
 from heterorl.plan.assumptions import Assumptions, facts
-from heterorl.plan.model_shape import ModelShape, nearest
 
 MASTER, MOMENTS, GRADIENT = 4, 8, 4
 """Bytes a parameter, in fp32."""

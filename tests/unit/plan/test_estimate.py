@@ -11,6 +11,7 @@ import torch
 import transformers
 
 from heterorl.common.errors import ConfigError
+from heterorl.common.model.model_shape import SHAPES, shape_of_directory
 from heterorl.common.weights.arena import Arena, Layout, TensorSpec
 from heterorl.common.weights.payload import write_delta
 from heterorl.learner.backends.fsdp2 import piece_of
@@ -19,7 +20,6 @@ from heterorl.learner.loss.loss_config import GepoConfig
 from heterorl.learner.train.backend_config import TorchBackendConfig
 from heterorl.plan.assumptions import Assumptions, parse
 from heterorl.plan.estimate import MEASURED, Question, changed_by, delta_bytes, drawing, plan, rank_memory
-from heterorl.plan.model_shape import SHAPES, shape_of_directory
 from tests.support.training import SAMPLING, random_groups, tiny_model
 
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"

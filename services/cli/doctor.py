@@ -82,7 +82,7 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
     """Keys that the doctor reads from a configuration."""
     from heterorl.common.identity.spiffe import Role
     from heterorl.doctor.examine import MESSAGE_BYTES, DoctorTarget
-    from heterorl.doctor.machine_checks import measure_versions
+    from heterorl.doctor.machine_checks import measure_versions, pass_bytes
 
     state_key = {"coordinator": "data_dir", "relay": "cache_dir"}.get(role, "state_dir")
     target = DoctorTarget(
@@ -106,6 +106,7 @@ def target_of(role: str, config: Any, *, num_calls: int = 10) -> Any:
         devices=numbered or (device,),
         copies=getattr(engine, "engines", int(engine.kind == "torch")) / getattr(engine, "tensor_parallel_size", 1),
         memory_share=getattr(engine, "memory_share", 0.0) * getattr(engine, "engines", 1),
+        pass_bytes=pass_bytes(config.model_dir, config.backend) if role == "learner" else 0,
         sized_as=Role.SAMPLER if config.lora.is_on else None,
         engine=engine.kind if engine.kind in ("vllm", "deepspeed") else "",
         published_dtype=config.published_dtype if role == "sampler" else config.backend.published_dtype,

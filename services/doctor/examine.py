@@ -49,6 +49,8 @@ class DoctorTarget:
     """Copies of the model on one device; 0 if the number of ranks decides."""
     memory_share: float = 0.0
     """Share of a device's memory that vLLM's engines must find free; 0 for others."""
+    pass_bytes: int = 0
+    """Activations of a learner's largest pass."""
     sized_as: Role | None = None
     """Role whose memory the model needs, if another: a learner of adapters needs a sampler's."""
     engine: str = ""
@@ -212,14 +214,16 @@ def _judge_machine(target: DoctorTarget, facts: _Machine, diagnosis: Diagnosis |
     is_gpu = target.devices[0] != "cpu"
     checks = [
         machine.judge_disk(facts.disk, key=target.state_key, role=sized, state_bytes=state),
-        machine.judge_memory(facts.memory, role=sized, is_on_gpu=is_gpu, state_bytes=state),
+        machine.judge_memory(
+            facts.memory, role=sized, is_on_gpu=is_gpu, state_bytes=state, pass_bytes=0 if is_gpu else target.pass_bytes
+        ),
     ]
     if target.role in {Role.LEARNER, Role.SAMPLER}:
         held = int(target.copies * state)
-        need = held * machine.DEVICE_TIMES[sized]
+        need = held * machine.DEVICE_TIMES[sized] + target.pass_bytes
         found = machine.judge_device(
             facts.device, device=", ".join(target.devices), role=target.role, state_bytes=held, need_bytes=need,
-            share=target.memory_share,
+            pass_bytes=target.pass_bytes, share=target.memory_share,
         )  # fmt: skip
         checks.append(found)
     checks.append(

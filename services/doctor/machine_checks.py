@@ -27,6 +27,7 @@ import grpc
 from heterorl import __version__
 from heterorl.common.errors import ConfigError, HeterorlError, install_command
 from heterorl.common.identity.spiffe import Role
+from heterorl.common.model.model_shape import shape_of_directory
 from heterorl.common.rpc.maintenance import Diagnosis
 from heterorl.common.types.common import NO_LORA, Contract, Digest, amount
 from heterorl.coordinator.versions.lineage import contract_difference, contract_remedy
@@ -162,6 +163,16 @@ def model_bytes(model_dir: str) -> int:
     return num_bytes // 2 if is_fp32 else num_bytes
 
 
+def pass_bytes(model_dir: str, backend: Any) -> int:
+    """Activations of a learner's largest pass; 0 for unknown families."""
+    try:
+        shape = shape_of_directory(Path(model_dir))
+    except ConfigError:
+        return 0
+    tokens, width = backend.micro_batch_tokens / backend.sequence_parallel, 2 if backend.compute_dtype == "bf16" else 4
+    return int(shape.activations(tokens, width=width, is_checkpointed=backend.gradient_checkpointing))
+
+
 def measure_contract(config: Any, *, published_dtype: str) -> Contract | Failure:
     """The contract that a learner or sampler would state, without reading weights.
 
@@ -234,7 +245,7 @@ a pass (4). A sampler holds fp32 weights (2), the current state and the next one
 PROCESS_BYTES = 1 << 30
 """Memory of a process with torch and its libraries."""
 DEVICE_TIMES = {Role.LEARNER: 11, Role.SAMPLER: 2}
-"""GPU memory in the same units, with a little for activations or keys and values."""
+"""GPU memory in the same units, with a little for keys and values."""
 DISK_TIMES = {Role.LEARNER: (7, 21)}
 """Disk in the same units, of one checkpoint (14 bytes a parameter) and of three: without room for the next one the
 check fails, for three with the kept ones it warns. Other roles: 1 and 2."""
@@ -263,27 +274,35 @@ def judge_disk(fact: Disk | Failure, *, key: str, role: Role, state_bytes: int) 
     return ok("disk", found)
 
 
-def judge_memory(fact: int | Failure, *, role: Role, is_on_gpu: bool, state_bytes: int) -> Check:
-    """Whether the model fits; `state_bytes` of the published state, 0 if unknown."""
+def judge_memory(fact: int | Failure, *, role: Role, is_on_gpu: bool, state_bytes: int, pass_bytes: int = 0) -> Check:
+    """Whether the model fits.
+    `state_bytes` are of the published state, 0 if unknown, `pass_bytes` of a pass in this memory."""
     if isinstance(fact, Failure):
         return skip("memory", fact.detail)
     found = f"{_gib(fact)} available"
     if role not in {Role.LEARNER, Role.SAMPLER} or not state_bytes:
         return ok("memory", found)
-    need = PROCESS_BYTES + HOST_TIMES[role, is_on_gpu] * state_bytes
+    need = PROCESS_BYTES + HOST_TIMES[role, is_on_gpu] * state_bytes + pass_bytes
     found += f", this model needs about {_gib(need)}"
     if fact < state_bytes:
         return fail("memory", found, "use a machine with more memory, or stop processes that use it")
     if fact < need:
-        return warn("memory", found, "stop processes that use memory, or use a larger machine")
+        return warn("memory", found, f"stop processes that use memory, or use a larger machine{_smaller(pass_bytes)}")
     return ok("memory", found)
 
 
 def judge_device(
-    fact: Device | Failure | None, *, device: str, role: Role, state_bytes: int, need_bytes: int, share: float = 0.0
+    fact: Device | Failure | None,
+    *,
+    device: str,
+    role: Role,
+    state_bytes: int,
+    need_bytes: int,
+    pass_bytes: int = 0,
+    share: float = 0.0,
 ) -> Check:
     """Whether the configured device is there; `fact` is None on a CPU.
-    `share` is the share of its memory that must be free."""
+    `share` is the share of its memory that must be free, `pass_bytes` the part of `need_bytes` of a pass."""
     if fact is None:
         return ok("gpu", f"not configured: device is {device}")
     if isinstance(fact, Failure):
@@ -297,13 +316,18 @@ def judge_device(
         return fail("gpu", f"{device}: {fact.detail}", remedies[fact.kind])
     found = f"{device}: {fact.name}, {_gib(fact.free_bytes)} of {_gib(fact.total_bytes)} free"
     if fact.free_bytes < need_bytes:
-        remedy = f"free GPU memory or use a larger GPU: about {_gib(need_bytes)} is needed"
+        remedy = f"free GPU memory or use a larger GPU: about {_gib(need_bytes)} is needed{_smaller(pass_bytes)}"
         return (fail if fact.free_bytes < state_bytes else warn)("gpu", found, remedy)
     if fact.free_bytes < share * fact.total_bytes:
         free = int(100 * fact.free_bytes / fact.total_bytes) / 100
         remedy = f"stop what holds this GPU, or lower engine.memory_share: its engines may take {free:g} together"
         return warn("gpu", f"{found}; vLLM does not start unless {share:g} of it is free", remedy)
     return ok("gpu", found)
+
+
+def _smaller(pass_bytes: int) -> str:
+    keys = "lower backend.micro_batch_tokens, or set backend.gradient_checkpointing"
+    return f"; a pass takes up to {_gib(pass_bytes)}: {keys}" if pass_bytes else ""
 
 
 def judge_versions(fact: Versions, *, role: Role, diagnosis: Diagnosis | None) -> Check:

@@ -109,22 +109,11 @@ def rank_memory(
         gradients=gradients,
         rounded=rounded,
         gathered=gathered,
-        activations=micro_batch_tokens * width * (shape.layers * shape.hidden + _layer(shape)),
-        kept_activations=KEPT * micro_batch_tokens * width * shape.layers * _layer(shape),
+        activations=shape.activations(micro_batch_tokens, width=width, is_checkpointed=True),
+        kept_activations=shape.activations(micro_batch_tokens, width=width, is_checkpointed=False),
         # A chunk, its softmax and its gradient.
         logits=3.0 * 4 * max(CHUNK_LOGITS, shape.vocab),
     )
-
-
-KEPT = 1.67
-"""Kept activations over those that `_layer` counts: norms keep fp32 too. Of 513 M in bf16, benchmarks/results/gpu."""
-
-
-def _layer(shape: ModelShape) -> float:
-    """Activations of a layer, a token."""
-    queries, keys = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    # Two norms, two sums; queries, keys, values, output of attention; gate, its sigmoid's product, up, their product.
-    return 4 * shape.hidden + 2 * queries + 2 * keys + 4 * shape.intermediate
 
 
 _GIGA = 1e9

@@ -9,6 +9,7 @@ from pydantic import TypeAdapter
 
 from heterorl.cli.doctor import target_of
 from heterorl.common.identity.spiffe import Identity, Role
+from heterorl.common.model.model_shape import shape_of_directory
 from heterorl.common.rpc.maintenance import Diagnosis
 from heterorl.common.types.common import LoraSettings
 from heterorl.doctor import link_checks, machine_checks
@@ -20,6 +21,7 @@ from heterorl.learner.loss.loss_config import LossConfig
 from heterorl.relay.relay_config import RelayConfig
 from heterorl.sampler.sampler_config import SamplerConfig
 from tests.support.run import CONTRACT
+from tests.support.training import tiny_model
 
 ME = Identity(run="run", site="eu-1", role=Role.SAMPLER, serial=1, not_before=0.0, not_after=100 * 86400.0)
 SERVER = dataclasses.replace(ME, site="main", role=Role.COORDINATOR)
@@ -57,8 +59,8 @@ def disk(fact, role=Role.SAMPLER):
     return machine_checks.judge_disk(fact, key="state_dir", role=role, state_bytes=GIB)
 
 
-def memory(fact, role=Role.SAMPLER):
-    return machine_checks.judge_memory(fact, role=role, is_on_gpu=False, state_bytes=GIB)
+def memory(fact, role=Role.SAMPLER, pass_bytes=0):
+    return machine_checks.judge_memory(fact, role=role, is_on_gpu=False, state_bytes=GIB, pass_bytes=pass_bytes)
 
 
 def device(fact, share=0.0):
@@ -133,6 +135,11 @@ CASES = [
     (memory(4 * GIB), Level.WARN, "larger machine"),
     (memory(GIB - 1), Level.FAIL, "more memory"),
     (memory(9 * GIB, role=Role.LEARNER), Level.WARN, "needs about 21 GiB"),
+    (
+        memory(22 * GIB, role=Role.LEARNER, pass_bytes=3 * GIB),
+        Level.WARN,
+        "a pass takes up to 3 GiB: lower backend.mic",
+    ),
     (memory(GIB, role=Role.COORDINATOR), Level.OK, "1 GiB available"),
     (memory(SLOW), Level.SKIP, "no answer"),
     (device(None), Level.OK, "not configured"),
@@ -387,6 +394,21 @@ def test_a_learners_memory_is_of_its_ranks_and_trained_weights():
 
     assert (of_ranks.devices, of_ranks.copies, of_ranks.sized_as) == (("cuda",), 0, None)
     assert (of_adapters.copies, of_adapters.sized_as) == (1, Role.SAMPLER)
+
+
+def test_a_pass_of_a_learner_counts_as_its_keys_say(tmp_path):
+    tiny_model().config.save_pretrained(tmp_path)
+    keep, recompute = ({"micro_batch_tokens": 1000}, {"micro_batch_tokens": 1000, "gradient_checkpointing": True})
+    shape = shape_of_directory(tmp_path)
+
+    found = [
+        target_of("learner", LearnerConfig(model_dir=str(tmp_path), backend=backend)).pass_bytes
+        for backend in (keep, recompute)
+    ]
+
+    assert found == [int(shape.activations(1000, width=4, is_checkpointed=each)) for each in (False, True)]
+    assert found[0] > 2 * found[1] > 0
+    assert target_of("learner", LearnerConfig(model_dir="a/hub-id")).pass_bytes == 0
 
 
 def test_a_learners_groups_are_those_of_a_version_and_not_of_a_step():

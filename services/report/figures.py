@@ -36,6 +36,8 @@ WIDTH, HEIGHT, DPI = 5.8, 3.2, 220
 """Inches, and dots an inch: two pictures side by side on a desktop, one at the width of a phone."""
 _WIDE = 100.0
 """A series whose maximum exceeds this times its median gets a logarithmic axis."""
+_LARGEST = 1e100
+"""Matplotlib's axes overflow at values near 1e308."""
 Rows = Sequence[Mapping[str, Any]]
 """Rows of a learner's journal."""
 
@@ -76,8 +78,8 @@ def drawings(reports: Sequence[StepReport], versions: Rows, start: float | None)
     def series(name: str, label: str) -> Callable[[Any], None]:
         def draw(axes: Any) -> None:
             stated = [getattr(report, name) for report in reports]
-            axes.plot(steps, stated, color=STRONG)
-            # An own loss may give weights that are not finite.
+            # A custom loss may give weights that are not finite, or too large to draw.
+            axes.plot(steps, [value if _finite([value]) else math.nan for value in stated], color=STRONG)
             values = _finite(stated) or [0.0]
             if min(values) > 0 and max(values) > _WIDE * statistics.median(values):
                 _logarithmic(axes)
@@ -112,7 +114,7 @@ def drawings(reports: Sequence[StepReport], versions: Rows, start: float | None)
 
 
 def _finite(values: Sequence[float]) -> list[float]:
-    return [value for value in values if math.isfinite(value)]
+    return [value for value in values if abs(value) < _LARGEST]
 
 
 def whole_numbers(axis: Any) -> None:

@@ -204,9 +204,10 @@ def test_curve_of_a_source_is_the_mean_of_its_groups_in_the_newest_steps():
     assert 0.0 < rare[80] < 1.0
 
 
-def test_numbers_that_are_not_finite_leave_a_gap(tmp_path):
+@pytest.mark.parametrize("variance", [math.inf, 1.7e308])
+def test_numbers_that_cannot_be_drawn_leave_a_gap(tmp_path, variance):
     """An own loss may give weights that overflow, with a loss that is finite."""
-    odd = dataclasses.replace(REPORT, step=5, version=5, ess_fraction=math.nan, iw_variance=math.inf, kl=math.nan)
+    odd = dataclasses.replace(REPORT, step=5, version=5, ess_fraction=math.nan, iw_variance=variance, kl=math.nan)
     journal(tmp_path / "learner", steps=0, extra=[dataclasses.asdict(odd)])
     alone = render(read_run(tmp_path / "learner"))[1]
     journal(tmp_path / "more", extra=[dataclasses.asdict(odd)])

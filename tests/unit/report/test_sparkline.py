@@ -23,4 +23,5 @@ def test_sparkline_goes_from_low_to_high():
 
 def test_sparkline_leaves_out_numbers_that_are_not_finite():
     assert sparkline([math.nan, 0, math.inf, 6, -math.inf]) == "_#"
+    assert sparkline([-1.7e308, 0, 1.7e308, 6]) == "_#"
     assert sparkline([math.nan]) == ""

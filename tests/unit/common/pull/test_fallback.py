@@ -7,8 +7,7 @@ import itertools
 import pytest
 
 from heterorl.common.errors import CorruptData, StateMismatch, UnknownPayload
-from heterorl.common.pull import fallback
-from heterorl.common.pull.fallback import MAX_REPLANS, Fallback, PlanBasis
+from heterorl.common.pull.puller import MAX_REPLANS, Fallback, PlanBasis
 from heterorl.common.types.policy import PayloadKind, PayloadRef, PlanKind
 from tests.support.merging import merging, published, puller
 
@@ -25,14 +24,14 @@ def _at(rung):
 
 
 FAILURES = (Fallback.damaged, Fallback.gone)
-LINES = [line.split() for line in (fallback.__doc__ or "").splitlines()]
+LINES = [line.split() for line in (Fallback.__doc__ or "").splitlines()]
 DRAWN = {
     (words[0], failure): word
     for words in LINES
     if words and words[0] in PlanBasis.__members__
     for failure, word in zip(FAILURES, words[-2:], strict=True)
 }
-"""The table of the module's docstring."""
+"""The table of the class's docstring."""
 
 
 @pytest.mark.parametrize(("rung", "failure"), list(itertools.product(PlanBasis, FAILURES)))

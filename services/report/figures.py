@@ -169,6 +169,10 @@ def picture(
 
 def legend(axes: Any) -> None:
     """Put the legend above the data."""
+    for line in axes.get_lines():
+        # It leaves out labels that begin with an underscore; a line without one is `_child0`.
+        if (label := line.get_label()).startswith("_") and not label.startswith("_child"):
+            line.set_label(f" {label}")
     axes.legend(loc="lower left", bbox_to_anchor=(0.0, 1.0), ncols=2, frameon=False)
 
 

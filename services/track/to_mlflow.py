@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import posixpath
 import re
 import time
 from collections.abc import Mapping, Sequence
@@ -124,6 +125,9 @@ def _name(name: str) -> str:
     """MLflow takes letters, digits, `_-. /`: any other character becomes its code point.
     Of a longer name than it takes, a digest ends the beginning."""
     text = re.sub(r"[^A-Za-z0-9_\-. /]", lambda found: f"_{ord(found[0]):x}_", name)
+    if posixpath.normpath(text) != text or text.startswith((".", "/")):
+        # It refuses names that are no plain path, such as `a//b`.
+        text = text.replace("/", "_2f_").replace(".", "_2e_")
     if len(text) <= MAX_ENTITY_KEY_LENGTH:
         return text
     digest = hashlib.sha256(text.encode()).hexdigest()[:16]

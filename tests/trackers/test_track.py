@@ -14,6 +14,7 @@ import pytest
 import wandb
 from mlflow.entities import Metric
 from mlflow.tracking import MlflowClient
+from mlflow.utils import validation
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.util.tensor_util import make_ndarray
@@ -352,6 +353,12 @@ def test_mlflow_cuts_a_long_name_and_refuses_a_quote(tmp_path):
     assert [len(name) for name in short] == [MAX_ENTITY_KEY_LENGTH] * 2
     with pytest.raises(ConfigError, match="--run"):
         Mlflow(dataclasses.replace(place(tmp_path), run="bob's run"))
+
+
+@pytest.mark.parametrize("name", ["a//b", "a/", "/a", ".", "..", "../a", "a/./b", "./a", "a/../b"])
+def test_mlflow_takes_parts_whose_names_are_no_plain_path(name):
+    validation._validate_metric_name(_name(f"{name}"))
+    validation._validate_metric_name(_name(f"reward_parts/{name}"))
 
 
 @pytest.mark.parametrize("mode", ["sqlite", "jsonl"])

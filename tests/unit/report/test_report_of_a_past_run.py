@@ -500,6 +500,18 @@ def test_held_out_rewards_of_another_scale_are_not_cut_at_1():
     assert axes[0].get_ylim()[1] >= 3.0
 
 
+def test_the_legend_names_a_part_that_begins_with_an_underscore():
+    axes = []
+    parts = (PartMean(name="_format", mean=0.5), PartMean(name="right", mean=0.75))
+    numbers = CompletionNumbers(
+        length_mean=5.0, length_p95=7.5, length_max=8, truncated_fraction=0.25, uniform_fraction=0.5, reward_parts=parts
+    )
+    draw = figures.curves([dataclasses.replace(REPORT, completions=numbers)])["parts"]
+    figures.picture(lambda one: (draw(one), axes.append(one)))
+
+    assert [text.get_text().strip() for text in axes[0].get_legend().get_texts()] == ["_format", "right"]
+
+
 def test_the_legend_hides_no_held_out_point():
     axes = []
     scored = [dataclasses.replace(REPORT, step=step, evaluation_accuracy=0.99) for step in (1, 2)]

@@ -63,7 +63,8 @@ class LossOptions(Config):
 
     @model_validator(mode="after")
     def _check_length_power(self) -> LossOptions:
-        return self._check_used("length_power", is_used=self.aggregation == "length_power", by="that aggregation")
+        is_used = self.aggregation == "length_power"
+        return self._check_used("length_power", is_used=is_used, by='aggregation = "length_power"')
 
     def _check_used(self, key: str, *, is_used: bool, by: str) -> Self:
         """Refuse a changed key that this loss does not read."""
@@ -106,8 +107,8 @@ class SequenceLossConfig(RatioLossConfig):
     def _check_clip(self) -> Self:
         clips, is_own = self.clip != "none", self.negative_weight == "own"
         has_low, has_high = clips and is_own, clips and self.positive_weight != "one"
-        self._check_used("eps_low", is_used=has_low, by='clip and negative_weight = "own"')
-        self._check_used("eps_high", is_used=has_high, by='clip and positive_weight = "own" or "one_clipped"')
+        self._check_used("eps_low", is_used=has_low, by='a clip and negative_weight = "own"')
+        self._check_used("eps_high", is_used=has_high, by='a clip and positive_weight = "own" or "one_clipped"')
         self._check_used("clip_on", is_used=has_low or has_high, by="a clip of good or bad rollouts")
         return self._check_used("dual_clip", is_used=is_own, by='negative_weight = "own"')
 

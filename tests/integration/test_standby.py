@@ -17,7 +17,7 @@ from heterorl.coordinator.coordinator_config import CoordinatorConfig
 from heterorl.coordinator.core import Coordinator
 from heterorl.coordinator.store.database import Database, get_meta, set_meta
 from heterorl.coordinator.store.disk_space import HEALED_S, POSTGRES_IS_FULL
-from heterorl.coordinator.store.engine_choice import open_engine
+from heterorl.coordinator.store.engine_choice import open_engine, standby_at
 from heterorl.demo.processes import start, stop
 from tests.support.clock import ManualClock
 from tests.support.limits import WAIT_S
@@ -415,6 +415,24 @@ async def test_payloads_of_another_store_are_refused(url, tmp_path):
     (tmp_path / "data" / "coordinator.sqlite").touch()
     with pytest.raises(ConfigError, match="its own coordinator.sqlite"):
         open_engine(tmp_path / "data", url)
+
+
+async def test_standby_that_does_not_share_the_payloads_ends_with_the_first_of_them(url, tmp_path):
+    core = await Coordinator.open(CoordinatorConfig(data_dir=tmp_path / "data", store={"url": url}), ManualClock())
+    shared, apart = (standby_at(tmp_path / name, url) for name in ("data", "elsewhere"))
+    waiting = [asyncio.create_task(asyncio.to_thread(one.wait)) for one in (shared, apart)]
+    run = Run(core, tmp_path)
+    try:
+        await run.begin()
+        await run.publish()
+        with pytest.raises(ConfigError, match="does not have the payloads of this store"):
+            await waiting[1]
+        assert not waiting[0].done()
+    finally:
+        shared.give_up()
+        apart.give_up()
+    assert await waiting[0] is None
+    await core.close()
 
 
 async def test_standby_serves_after_the_other_was_killed_and_nothing_acknowledged_is_lost(

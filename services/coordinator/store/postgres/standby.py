@@ -33,6 +33,8 @@ class Standby:
         self._check = check
         self._is_patient = is_patient
         self._has_met = False
+        self._is_fit = False
+        """Whether a store with payloads was checked."""
         self._is_over = threading.Event()
 
     def give_up(self) -> None:
@@ -91,10 +93,13 @@ class Standby:
 
     def _check_store(self, raw: psycopg.Connection[Any]) -> None:
         with contextlib.suppress(psycopg.Error):
-            # The tables are missing before the first coordinator.
-            row = raw.execute("SELECT id FROM store WHERE EXISTS (SELECT 1 FROM payloads)").fetchone()
+            # The tables are missing before the first coordinator, and payloads before its first version.
+            row = None
+            if not self._is_fit:
+                row = raw.execute("SELECT id FROM store WHERE EXISTS (SELECT 1 FROM payloads)").fetchone()
             if row is not None:
                 self._check(str(row[0]))
+                self._is_fit = True
 
     def _holds(self, raw: psycopg.Connection[Any]) -> bool:
         """Whether the session got the lock before it or the wait ended."""
@@ -103,6 +108,7 @@ class Standby:
                 if try_lock(raw):
                     return True
                 self._is_over.wait(ASK_EVERY_S)
+                self._check_store(raw)
         except psycopg.Error as error:
             _LOG.warning("the coordinator waits for the store: the session ended: %s", type(error).__name__)
         return False
